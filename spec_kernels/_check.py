@@ -1,9 +1,13 @@
-"""One checking helper, one message form. Checks look at shapes, dtypes and devices, never at
-tensor values."""
+"""One checking helper, one message form.
+
+Checks look at shapes, dtypes and devices, never at tensor values: they cost no synchronisation
+and hold under `torch.compile` and fake tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -40,24 +44,44 @@ def check(
     Example:
         >>> check("num_nodes", torch.zeros(3, dtype=torch.int32), ["batch"], torch.int32)
     """
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    expected = f"{name} must be [{', '.join(map(str, shape))}] {describe(allowed)}"
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{expected}, got {type(tensor).__name__}")
-    got = f"got {list(tensor.shape)} {describe((tensor.dtype,))}"
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(want, str) or want == size
-        for want, size in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{expected}, {got}")
+        _fail(TypeError, name, shape, allowed, type(tensor).__name__)
+    if not _fits(tensor.shape, shape):
+        _fail(ValueError, name, shape, allowed, tensor)
     if tensor.dtype not in allowed:
-        raise TypeError(f"{expected}, {got}")
+        _fail(TypeError, name, shape, allowed, tensor)
     if device is not None and tensor.device != device:
-        raise ValueError(f"{expected} on {device}, {got} on {tensor.device}")
+        _fail(ValueError, name, shape, allowed, tensor, device)
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def _fits(sizes: Sequence[int], shape: Sequence[int | str]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    for size, want in zip(sizes, shape, strict=True):
+        if want.__class__ is not str and want != size:
+            return False
+    return True
+
+
+def _fail(
+    error: type[Exception],
+    name: str,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    got: Tensor | str,
+    device: torch.device | None = None,
+) -> NoReturn:
+    expected = f"{name} must be [{', '.join(map(str, shape))}] {describe(dtypes)}"
+    if isinstance(got, str):
+        raise error(f"{expected}, got {got}")
+    found = f"got {list(got.shape)} {describe((got.dtype,))}"
+    if device is None:
+        raise error(f"{expected}, {found}")
+    raise error(f"{expected} on {device}, {found} on {got.device}")

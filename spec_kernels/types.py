@@ -1,56 +1,66 @@
 """The values that the layers exchange: sampling parameters, laws, drafts, acceptances.
 
-Everything here is a `NamedTuple` of tensors on one device. `batch` counts requests, `nodes` is
-the width of the padded
-draft (1 + gamma on a chain), `rows` counts the rows of logits of this step, packed in any order.
+Each one is a `NamedTuple` of tensors on one device. `batch` counts requests, `nodes` is the width
+of the padded draft (1 + gamma on a chain), `rows` counts the rows of logits of this step, packed
+in any order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from spec_kernels._check import check, require
+
 PAD_TOKEN: Final = -1
 """Fills unused places of token tensors: behind the draft, and behind the emitted tokens."""
 
 GREEDY_TEMPERATURE: Final = 1e-5
-"""A temperature below this one is greedy: the one-hot law at the first argmax. Nothing is
-divided by it."""
+"""A temperature below this one is greedy: the one-hot law at the first argmax.
+
+Nothing is ever divided by such a temperature.
+"""
 
 MAX_TEMPERATURE: Final = 1e30
 """Largest temperature; above it a row is invalid (its inverse would vanish in float32)."""
 
 TOP_P_SLACK: Final = 1e-6
-"""Relative slack of `mass >= top_p`: float32 rounding of the parameter must not keep one id too
-many."""
+"""Relative slack of `mass >= top_p`, so that float32 rounding does not keep one id too many."""
 
 OK: Final = 0
+"""Status: nothing to report."""
+
 INVALID_TARGET: Final = 1
+"""Status bit: a row of the target has no law (NaN, +inf, nothing allowed, bad parameters)."""
+
 INVALID_DRAFT: Final = 2
+"""Status bit: a draft token is outside the vocabulary, or its draft law is invalid."""
+
 ZERO_Q: Final = 4
+"""Status bit: a sampled draft token has probability 0 under the law it claims to come from."""
+
 BAD_TREE: Final = 8
+"""Status bit: the parents do not describe a tree."""
 
 
 class SamplingParams(NamedTuple):
     """Per-request parameters that turn logits into a law, applied in the order of the fields.
 
     Attributes:
-        temperature: `[batch] float32`; below `GREEDY_TEMPERATURE` the request is greedy. NaN,
-            negative or above
-            `MAX_TEMPERATURE` makes the rows of that request invalid.
+        temperature: `[batch] float32`; below `GREEDY_TEMPERATURE` the request is greedy. NaN, a
+            negative value or one above `MAX_TEMPERATURE` makes that request's rows invalid.
         top_k: `[batch] int32`, or None. Values <= 0 and values >= vocab keep every id. Ties at
             the cutoff are all kept.
-        top_p: `[batch] float32` in (0, 1], or None. 1 keeps every id; else the smallest set
-            whose mass under the top-k
-            law reaches top_p, always with the argmax. A value outside makes the rows of that
-            request invalid.
-        min_p: `[batch] float32` in [0, 1], or None. 0 keeps every id; else the ids with at
-            least min_p times the largest
-            probability. A value outside makes the rows of that request invalid.
+        top_p: `[batch] float32` in (0, 1], or None. 1 keeps every id; else the smallest set whose
+            mass under the top-k law reaches top_p, always with the argmax. A value outside makes
+            that request's rows invalid.
+        min_p: `[batch] float32` in [0, 1], or None. 0 keeps every id; else the ids with at least
+            min_p times the largest probability. A value outside makes that request's rows
+            invalid.
     """
 
     temperature: Tensor
@@ -71,70 +81,77 @@ class SamplingParams(NamedTuple):
         """Build the tensors from Python numbers, checking every value.
 
         Args:
-            temperature, top_k, top_p, min_p: one number for all requests, or one per request.
+            temperature: one number for all requests, or one per request.
+            top_k: likewise; 0 is off.
+            top_p: likewise; 1 is off.
+            min_p: likewise; 0 is off.
             batch: number of requests; by default the length of the first sequence given, else 1.
             device: where the tensors go.
 
         Raises:
+            TypeError: a value is no number, or a top_k no int.
             ValueError: a temperature is NaN, negative or above `MAX_TEMPERATURE`; top_k is
-            negative; top_p is outside
-                (0, 1]; min_p is outside [0, 1]; or a sequence has another length than `batch`.
+                negative; top_p is outside (0, 1]; min_p is outside [0, 1]; or a sequence has
+                another length than `batch`.
 
         Example:
             >>> SamplingParams.make([0.7, 0.0], top_k=50).top_k
             tensor([50, 50], dtype=torch.int32)
         """
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        given = (temperature, top_k, top_p, min_p)
         if batch is None:
-            batch = next((len(v) for v in given.values() if isinstance(v, Sequence)), 1)
-        limits = {
-            "temperature": (0.0, MAX_TEMPERATURE),
-            "top_k": (0, 2**31 - 1),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-        }
-        tensors: dict[str, Tensor | None] = {}
-        for name, value in given.items():
-            if value is None:
-                tensors[name] = None
-                continue
-            values = list(value) if isinstance(value, Sequence) else [value] * batch
-            if len(values) != batch:
-                raise ValueError(
-                    f"{name} must have {batch} values, one per request, got {len(values)}"
-                )
-            low, high = limits[name]
-            for v in values:
-                outside = not low <= v <= high or (name == "top_p" and v == 0.0)
-                if math.isnan(v) or outside:
-                    left = "(" if name == "top_p" else "["
-                    raise ValueError(f"{name} must be in {left}{low:g}, {high:g}], got {v}")
-            dtype = torch.int32 if name == "top_k" else torch.float32
-            tensors[name] = torch.tensor(values, dtype=dtype, device=device)
-        assert tensors["temperature"] is not None
+            batch = next((len(value) for value in given if isinstance(value, Sequence)), 1)
         return SamplingParams(
-            tensors["temperature"], tensors["top_k"], tensors["top_p"], tensors["min_p"]
+            _column("temperature", temperature, batch, device),
+            None if top_k is None else _column("top_k", top_k, batch, device),
+            None if top_p is None else _column("top_p", top_p, batch, device),
+            None if min_p is None else _column("min_p", min_p, batch, device),
         )
 
 
-class Law(NamedTuple):
-    """The distribution of each row of logits: `p(x) = exp((l(x) - row_max) * inv_temperature -
-    log_sum)` where kept.
+def _column(
+    name: str,
+    value: float | Sequence[float],
+    batch: int,
+    device: torch.device | str | None,
+) -> Tensor:
+    """Check one sampling parameter and make its `[batch]` tensor."""
+    values = list(value) if isinstance(value, Sequence) else [value] * batch
+    if len(values) != batch:
+        raise ValueError(f"{name} must have {batch} values, one per request, got {len(values)}")
+    kind = Integral if name == "top_k" else Real
+    high = {"temperature": MAX_TEMPERATURE, "top_k": 2**31 - 1}.get(name, 1.0)
+    for v in values:
+        if not isinstance(v, kind) or isinstance(v, bool):
+            expected = "an int" if name == "top_k" else "a number"
+            raise TypeError(f"{name} must be {expected}, got {type(v).__name__}")
+        if not 0 <= v <= high or (name == "top_p" and v == 0):
+            left = "(" if name == "top_p" else "["
+            raise ValueError(f"{name} must be in {left}0, {high:g}], got {v}")
+    column = torch.tensor(
+        values, dtype=torch.int32 if name == "top_k" else torch.float32, device=device
+    )
+    # A positive top_p may round to 0 in float32, which the ops would have to refuse.
+    return column.clamp_(min=torch.finfo(torch.float32).tiny) if name == "top_p" else column
 
-    An id x is kept iff `l(x) >= cutoff`; `-inf` logits have probability 0. A greedy row
-    (`inv_temperature == 0`) is
-    one-hot at `argmax`, whatever else is stored.
+
+class Law(NamedTuple):
+    """The distribution of each row of logits, in a few numbers beside the logits themselves.
+
+        p(x) = exp((l(x) - row_max) * inv_temperature - log_sum)   if l(x) >= cutoff, else 0
+
+    `-inf` logits have probability 0. A greedy row (`inv_temperature == 0`) is one-hot at
+    `argmax`, whatever else is stored.
 
     Attributes:
         inv_temperature: `[rows] float32`, 1 / temperature; 0 marks a greedy row.
         cutoff: `[rows] float32`, smallest kept logit; `-inf` without a filter.
         row_max: `[rows] float32`, largest logit.
-        log_sum: `[rows] float32`, natural log of the sum of `exp((l - row_max) *
-            inv_temperature)` over kept ids.
+        log_sum: `[rows] float32`, natural log of the sum over kept ids of
+            `exp((l - row_max) * inv_temperature)`.
         argmax: `[rows] int64`, first id with the largest logit; `PAD_TOKEN` in an invalid row.
-        status: `[rows] int32`, `OK` or `INVALID_TARGET`: a NaN or `+inf` logit, no finite
-            logit, or parameters outside
-            their range.
+        status: `[rows] int32`, `OK` or `INVALID_TARGET`: a NaN or `+inf` logit, no finite logit,
+            or parameters outside their range.
     """
 
     inv_temperature: Tensor
@@ -150,9 +167,8 @@ class Draft(NamedTuple):
 
     Attributes:
         tokens: `[batch, nodes] int64 or int32`, ids of the *target's* vocabulary. Node 0 is the
-            root, the last
-            committed token; `PAD_TOKEN` stands behind `num_nodes`, and inside a chain closes it
-            there.
+            root, the last committed token; `PAD_TOKEN` stands behind `num_nodes`, and inside a
+            chain closes it there.
         num_nodes: `[batch] int32`; 1 = no drafts, 0 = absent request.
         parents: `[batch, nodes] int32`, or None for a chain; `parents[:, 0] == -1` and
             `parents[b, i] < i`.
@@ -175,24 +191,57 @@ class Acceptance(NamedTuple):
 
     Attributes:
         output_tokens: `[batch, max_depth + 1] int64`: accepted drafts, then one recovered or
-            bonus token, then
-            `PAD_TOKEN`.
+            bonus token, then `PAD_TOKEN`.
         accepted_lens: `[batch] int32`, accepted drafts; `accepted_lens + 1` tokens are emitted
-            where status lacks
-            `INVALID_TARGET` and the request is present.
+            where status lacks `INVALID_TARGET` and the request is present.
         path: `[batch, max_depth + 1] int32`, kept nodes, root first, then -1.
-        status: `[batch] int32`, bit flags. A flag is set iff the walk reached the fault:
+        status: `[batch] int32`, bit flags. A flag is set iff the walk ends at the fault.
             `INVALID_TARGET`: the final token would come from an invalid row; its place holds
-            `PAD_TOKEN`.
-            `INVALID_DRAFT`: the node behind the last kept one has an id outside the vocabulary
-            or an invalid draft law;
-            the chain was closed before it and the final token comes from the plain target law.
-            `ZERO_Q`: that node is sampled but its draft law gives it probability 0; it was
-            rejected.
-            `BAD_TREE`: the tree is malformed.
+            `PAD_TOKEN`. `INVALID_DRAFT`: the node behind the last kept one has an id outside the
+            vocabulary or an invalid draft law; the chain was closed before it, and the final
+            token comes from the plain target law. `ZERO_Q`: the node behind the last kept one is
+            sampled but its draft law gives it probability 0; it was rejected. `BAD_TREE`: the
+            tree is malformed.
     """
 
     output_tokens: Tensor
     accepted_lens: Tensor
     path: Tensor
     status: Tensor
+
+
+def invert_id_map(draft_to_target: Tensor, vocab: int) -> Tensor:
+    """Turn a draft -> target id map into the map that `accept` and `overlap` read.
+
+    Runs once on the host, when a draft model with its own, smaller vocabulary is loaded.
+
+    Args:
+        draft_to_target: `[draft_vocab] int64`, the target id of each column of the draft logits.
+        vocab: size of the target's vocabulary.
+
+    Returns:
+        `[vocab] int32`, the draft column of each target id; -1 where the draft has none.
+
+    Raises:
+        TypeError: draft_to_target is no int64 tensor.
+        ValueError: draft_to_target is not one-dimensional, holds an id outside [0, vocab), or
+            holds an id twice.
+
+    Example:
+        >>> invert_id_map(torch.tensor([4, 0, 2]), vocab=6)
+        tensor([ 1, -1,  2, -1,  0, -1], dtype=torch.int32)
+    """
+    check("draft_to_target", draft_to_target, ["draft_vocab"], torch.int64)
+    ids = draft_to_target.tolist()
+    outside = next((x for x in ids if not 0 <= x < vocab), None)
+    require(outside is None, f"draft_to_target must hold ids in [0, {vocab}), got {outside}")
+    target_to_draft = [-1] * vocab
+    for column, target in enumerate(ids):
+        other = target_to_draft[target]
+        require(
+            other == -1,
+            f"draft_to_target must name each target id once, got {target} in columns "
+            f"{other} and {column}",
+        )
+        target_to_draft[target] = column
+    return torch.tensor(target_to_draft, dtype=torch.int32, device=draft_to_target.device)
