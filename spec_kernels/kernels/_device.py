@@ -1,0 +1,303 @@
+# ruff: noqa: N803, N806  (compile-time arguments are written in capitals)
+"""Tiles of the vocabulary, and the device functions that every operation on rows shares.
+
+A row of logits is cut into tiles of a fixed number of ids. Inside a tile the ids are laid out as
+`[CHUNKS, LANES, WIDTH]`: WIDTH neighbouring ids belong to one lane (one 128-bit load), LANES of
+them side by side are a chunk, CHUNKS chunks follow one another:
+
+    id = tile * TILE + chunk * LANES * WIDTH + lane * WIDTH + place
+
+Sums run over places and chunks inside a lane first (registers), over lanes last (one reduction of
+the block). A *group* is what one lane of one tile holds: CHUNKS * WIDTH ids.
+
+Determinism: the tile size is a function of the vocabulary size alone, the layout one of dtype and
+alignment. So the value of a row depends on neither the batch nor the row's place in it. Two copies
+of a row, one of them aligned to 16 bytes and one not, are summed in different orders and may
+differ in the last bits of a float32 sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spec_kernels import types
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
+INF = tl.constexpr(float("inf"))
+
+PAD_TOKEN = tl.constexpr(types.PAD_TOKEN)
+GREEDY_TEMPERATURE = tl.constexpr(types.GREEDY_TEMPERATURE)
+MAX_TEMPERATURE = tl.constexpr(types.MAX_TEMPERATURE)
+TOP_P_SLACK = tl.constexpr(types.TOP_P_SLACK)
+OK = tl.constexpr(types.OK)
+INVALID_TARGET = tl.constexpr(types.INVALID_TARGET)
+
+STREAM_DRAFT = tl.constexpr(1 << 24)
+STREAM_ACCEPT = tl.constexpr(2 << 24)
+STREAM_FINAL = tl.constexpr(3 << 24)
+STREAM_COUPLED = tl.constexpr(4 << 24)
+
+VECTOR_BYTES = 16
+LANES = 128
+TILE = 8192
+SMALL_TILE = 1024
+
+
+class TileConfig(NamedTuple):
+    """How a tile of the vocabulary is spread over a block of threads.
+
+    Attributes:
+        chunks, lanes, width: the layout `[CHUNKS, LANES, WIDTH]`; all powers of two.
+        num_warps: warps per program.
+    """
+
+    chunks: int
+    lanes: int
+    width: int
+    num_warps: int
+
+    @property
+    def tile(self) -> int:
+        """Ids per tile."""
+        return self.chunks * self.lanes * self.width
+
+    def tiles(self, vocab: int) -> int:
+        """Tiles per row."""
+        return -(-vocab // self.tile)
+
+
+def select_config(
+    vocab: int, dtype: torch.dtype, row_stride: int, base_alignment: int
+) -> TileConfig:
+    """Choose the tile of a tensor of rows by vocabulary size, dtype and alignment.
+
+    | case | layout | why |
+    |---|---|---|
+    | vocab <= 1024 | tile of 1024 | a wider tile would only be masked |
+    | rows aligned | 16 bytes per lane | 128-bit loads, 64 ids per lane, 6-8 instructions an id |
+    | otherwise | WIDTH 1 | narrow loads; a wider lane would be reduced by shuffles, 20 an id |
+
+    Rows count as aligned if the compiler can see it: a base address divisible by 16, and a row
+    stride divisible by 16 elements.
+
+    Args:
+        vocab: ids per row.
+        dtype: of the rows.
+        row_stride: elements from one row to the next.
+        base_alignment: address of the first row, or its remainder modulo 16.
+
+    Example:
+        >>> select_config(128256, torch.bfloat16, 128256, 0)
+        TileConfig(chunks=8, lanes=128, width=8, num_warps=4)
+        >>> select_config(50257, torch.bfloat16, 50257, 0)
+        TileConfig(chunks=64, lanes=128, width=1, num_warps=4)
+    """
+    aligned = row_stride % 16 == 0 and base_alignment % VECTOR_BYTES == 0
+    width = VECTOR_BYTES // dtype.itemsize if aligned else 1
+    tile = SMALL_TILE if vocab <= SMALL_TILE else TILE
+    return TileConfig(tile // (LANES * width), LANES, width, 4)
+
+
+def config_of(*rows: Tensor) -> TileConfig:
+    """Choose the tile for tensors of rows that are read together: unaligned if one of them is.
+
+    Raises:
+        ValueError: the ids of a row aren't neighbours in memory.
+    """
+    configs = []
+    for tensor in rows:
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(
+                f"rows must have unit stride along the vocabulary, got {tensor.stride(1)}"
+            )
+        vocab = max(tensor.shape[1] for tensor in rows)
+        configs.append(select_config(vocab, tensor.dtype, tensor.stride(0), tensor.data_ptr()))
+    if any(config.width == 1 for config in configs):
+        return next(config for config in configs if config.width == 1)
+    return max(configs, key=lambda config: config.width)
+
+
+@triton.jit
+def tile_offsets(CHUNKS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Place of every element of a tile: `[CHUNKS, LANES, WIDTH]`, in id order."""
+    chunk = tl.arange(0, CHUNKS)[:, None, None] * (LANES * WIDTH)
+    lane = tl.arange(0, LANES)[None, :, None] * WIDTH
+    return chunk + lane + tl.arange(0, WIDTH)[None, None, :]
+
+
+@triton.jit
+def load_tile(
+    row_ptr,
+    first,
+    vocab,
+    other: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Read the ids `first ..` of a row as float32; `other` stands behind the end of the row.
+
+    FULL: the whole tile lies inside the row. A masked load is narrow unless the compiler can
+    divide the bound, so full tiles have their own branch: `if first + TILE <= vocab`.
+    """
+    offs = first + tile_offsets(CHUNKS, LANES, WIDTH)
+    if FULL:
+        return tl.load(row_ptr + offs).to(tl.float32)
+    else:  # noqa: RET505  (the compiler needs both arms)
+        return tl.load(row_ptr + offs, mask=offs < vocab, other=other).to(tl.float32)
+
+
+@triton.jit
+def sum_tile(x):
+    """Sum a tile: places and chunks inside the lane first, then lanes."""
+    return tl.sum(tl.sum(tl.sum(x, 2), 0), 0)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """-inf becomes 0: the reference point of a set without a finite logit."""
+    return tl.where(x == NEG_INF, 0.0, x)
+
+
+@triton.jit
+def measure_tile(x, scale):
+    """Statistics of a tile: largest logit, `sum exp2((x - max) * scale)`, largest per lane.
+
+    `scale > 0`. A NaN or +inf makes the sum NaN; a tile of -inf has the sum 0. The differences
+    are taken before scaling, so no finite logit overflows.
+    """
+    lane_max = tl.max(tl.max(x, 2), 0)
+    lane_ref = finite_or_zero(lane_max)
+    lane_sum = tl.sum(tl.sum(tl.exp2((x - lane_ref[None, :, None]) * scale), 2), 0)
+    tile_max = tl.max(lane_max, 0)
+    tile_sum = tl.sum(lane_sum * tl.exp2((lane_max - finite_or_zero(tile_max)) * scale), 0)
+    return tile_max, tile_sum, lane_max
+
+
+@triton.jit
+def combine_tiles(tile_max, tile_sum, scale, axis: tl.constexpr):
+    """Largest logit and `sum exp2((x - max) * scale)` of whole rows from their tile statistics.
+
+    Missing tiles are (-inf, 0). `scale` is a scalar, or has `axis` with length 1.
+    """
+    row_max = tl.max(tile_max, axis)
+    ref = tl.expand_dims(finite_or_zero(row_max), axis)
+    row_sum = tl.sum(tile_sum * tl.exp2((tile_max - ref) * scale), axis)
+    return row_max, row_sum
+
+
+@triton.jit
+def is_valid_row(row_max, row_sum):
+    """No NaN, no +inf, and a finite logit: read off the statistics of a row."""
+    return (row_sum == row_sum) & (row_max > NEG_INF) & (row_max < INF)
+
+
+@triton.jit
+def law_weight(x, scale, cutoff, row_max, log2_sum):
+    """Probability of logits under the law of a sampled row.
+
+    `scale = inv_temperature * LOG2E > 0`, `log2_sum = log_sum * LOG2E`.
+    """
+    return tl.where(x >= cutoff, tl.exp2((x - row_max) * scale - log2_sum), 0.0)
+
+
+@triton.jit
+def order_key(x):
+    """An int32 whose signed order is the order of the float32 x (-0 just below +0)."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def order_unkey(key):
+    """The float32 of an `order_key`."""
+    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def take(values, index):
+    """`values[index]` of a vector in registers."""
+    size: tl.constexpr = values.shape[0]
+    return tl.sum(tl.where(tl.arange(0, size) == index, values, 0), 0)
+
+
+@triton.jit
+def find(weights, fraction):
+    """Inverse CDF: the first index whose cumulative weight exceeds `fraction` of the total.
+
+    Args:
+        weights: `[n]`, >= 0, n a power of two; summed in float64.
+        fraction: float64 in [0, 1].
+
+    Returns:
+        The index (of a positive weight if there is one; rounding past the end gives the last
+        positive one), and the fraction of that weight that lies below the target: the `fraction`
+        of the next, finer level. Levels may thus sum the same ids in different orders.
+    """
+    size: tl.constexpr = weights.shape[0]
+    index = tl.arange(0, size)
+    weight = weights.to(tl.float64)
+    below = tl.cumsum(weight, 0)
+    target = fraction * tl.sum(weight, 0)
+    first = tl.min(tl.where((below > target) & (weight > 0.0), index, size), 0)
+    last = tl.max(tl.where(weight > 0.0, index, 0), 0)
+    hit = tl.minimum(first, last)
+    mass = take(weight, hit)
+    rest = target - (take(below, hit) - mass)
+    rest = tl.where(mass > 0.0, rest / tl.where(mass > 0.0, mass, 1.0), 0.0)
+    return hit, tl.minimum(tl.maximum(rest, 0.0), 1.0)
+
+
+@triton.jit
+def philox(seed, position, word2, word3):
+    """Philox4x32-10 with key = seed and counter = (position low, position high, word2, word3).
+
+    Args:
+        seed, position: int64.
+        word2, word3: int32, of the same shape as position.
+
+    Returns:
+        Four uint32 words.
+    """
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(seed, low, high, word2, word3)
+
+
+@triton.jit
+def coin_of(word0, word1):
+    """A float64 in [0, 1) from 53 bits of two words."""
+    upper = (word0 >> 5).to(tl.float64) * 67108864.0
+    return (upper + (word1 >> 6).to(tl.float64)) * 1.1102230246251565e-16
+
+
+@triton.jit
+def exponential_of(word):
+    """A float32 exponential variate from one word, with full relative precision at both ends.
+
+    Small variates are `-log1p(-v)` with `v = (word + 0.5) * 2^-32 <= 0.5`, by the series of
+    `2 atanh(v / (2 - v))`; large ones `-log(u)` with `u = 1 - v`, taken from the complement.
+    """
+    upper = word >= 2147483648
+    distance = tl.where(upper, 4294967295 - word, word)
+    v = (distance.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    s = v / (2.0 - v)
+    z = s * s
+    series = 1.0 / 15.0
+    series = series * z + 1.0 / 13.0
+    series = series * z + 1.0 / 11.0
+    series = series * z + 1.0 / 9.0
+    series = series * z + 1.0 / 7.0
+    series = series * z + 1.0 / 5.0
+    series = series * z + 1.0 / 3.0
+    series = series * z + 1.0
+    return tl.where(upper, -tl.log2(v) * 0.6931471805599453, 2.0 * s * series)
