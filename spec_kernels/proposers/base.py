@@ -1,0 +1,126 @@
+"""What a proposer must offer, and what the decoder tells it.
+
+A `Proposer` is the recipe; `open` makes a `Session` for one batch. The decoder owns the sequences:
+a session reads them from `DecodingState` and keeps only what is its own (its cache, its states).
+Whatever a session proposes, the verifier keeps the output exact, provided that the draft says from
+which law each token was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, SamplingParams
+
+
+@dataclass
+class DecodingState:
+    """The batch as every part of a round sees it. Only the decoder writes into it.
+
+    Attributes:
+        tokens: `[batch, capacity] int64`: prompt and output of each request, then `PAD_TOKEN`.
+        lens: `[batch] int32`: committed tokens; the last one is the root of the next round.
+        longest: the largest of `lens`, on the host.
+        params: how the requests sample.
+        seeds: `[batch] int64`.
+        rule: "block", "token" or "coupled". Under "coupled" sampled drafts should be drawn with
+            the noise of the position that they would be emitted at.
+        vocab_size: width of the target's logits; draft tokens are ids below it.
+        adjust_: applies penalties, bias and allowed ids of the requests to logits in place:
+            `adjust_(logits [rows, vocab], row_request [rows] i32, draft_tokens [batch, nodes] i64,
+            row_node [rows] i32)`, or None if no request has any.
+        embed: the target's input embeddings, `[...] int64` to `[..., size]`.
+    """
+
+    tokens: Tensor
+    lens: Tensor
+    longest: int
+    params: SamplingParams
+    seeds: Tensor
+    rule: str
+    vocab_size: int
+    embed: Callable[[Tensor], Tensor]
+    adjust_: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+
+    @property
+    def root_positions(self) -> Tensor:
+        """`[batch] int64`: position of the root; of every request's random numbers too."""
+        return self.lens.long() - 1
+
+    @property
+    def roots(self) -> Tensor:
+        """`[batch, 1] int64`: last committed token."""
+        return self.tokens.gather(1, self.root_positions[:, None])
+
+
+class Session(Protocol):
+    """A proposer at work on one batch.
+
+    Attributes:
+        wants_hidden: whether `prefill` and `commit` are to be given the target's hidden states.
+    """
+
+    wants_hidden: bool
+
+    def prefill(self, state: DecodingState, row: int, hidden: Tensor | None) -> None:
+        """Take in the prompt of request `row` but its last token.
+
+        Args:
+            state: the batch; the prompt stands in `state.tokens[row]`.
+            row: which request.
+            hidden: `[prompt - 1, size]`, the target's last hidden states, if wanted and not empty.
+        """
+        ...
+
+    def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
+        """Draft up to `limits[b]` tokens behind the root of each request.
+
+        Args:
+            state: the batch before this round.
+            limits: `[batch] int32`: most drafts; -1 = the request is absent.
+            gamma: the largest limit, on the host.
+
+        Returns:
+            A chain: `num_nodes <= limits + 1`, tokens `[batch, nodes] int64` of any width up to
+            gamma + 1, node 0 the root.
+        """
+        ...
+
+    def commit(self, state: DecodingState, result: Acceptance, hidden: Tensor | None) -> None:
+        """Follow the verifier's decision: roll the own cache or state back to what was kept.
+
+        Args:
+            state: the batch, still as it was before this round.
+            result: the decision, cut where a request stopped.
+            hidden: `[batch, nodes, size]`, the target's last hidden states at the nodes, if wanted;
+                arbitrary behind `num_nodes`.
+        """
+        ...
+
+    def rollback(self, state: DecodingState) -> None:
+        """Return to where `propose` of this round began: the round failed."""
+        ...
+
+
+class Proposer(Protocol):
+    """Makes sessions; holds no state of any batch."""
+
+    def open(self, state: DecodingState, capacity: int) -> Session:
+        """Start on a batch of sequences of at most `capacity` tokens each.
+
+        Raises:
+            ValueError: the proposer does not fit the target, for instance by its vocabulary.
+        """
+        ...
+
+
+def root_draft(state: DecodingState, limits: Tensor) -> Draft:
+    """Return the draft without drafts: a round over it is a plain decoding step."""
+    present = limits >= 0
+    tokens = torch.where(present[:, None], state.roots, PAD_TOKEN)
+    return Draft(tokens, present.to(torch.int32))
