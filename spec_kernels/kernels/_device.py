@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806  (compile-time arguments are written in capitals)
+# ruff: noqa: N803  (compile-time arguments are written in capitals)
 """Tiles of the vocabulary, and the device functions that every operation on rows shares.
 
 A row of logits is cut into tiles of a fixed number of ids. Inside a tile the ids are laid out as
