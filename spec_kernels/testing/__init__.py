@@ -2,5 +2,16 @@
 
 from .errors import IntegerOverflowError, KernelError, OutOfBoundsError, RaceError
 from .interpreter import interpreted
+from .watcher import Launch, LineUse, Watch, watch
 
-__all__ = ["IntegerOverflowError", "KernelError", "OutOfBoundsError", "RaceError", "interpreted"]
+__all__ = [
+    "IntegerOverflowError",
+    "KernelError",
+    "Launch",
+    "LineUse",
+    "OutOfBoundsError",
+    "RaceError",
+    "Watch",
+    "interpreted",
+    "watch",
+]

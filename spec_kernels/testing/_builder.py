@@ -21,8 +21,35 @@ from .errors import IntegerOverflowError, source_line
 class AccessHook(Protocol):
     """What the builder tells about each memory access before it happens."""
 
-    def access(self, kind: str, pointers: Array, nbytes: int, mask: Array | None) -> None:
-        """Note an access: kind is load, store or atomic; one pointer a lane, `nbytes` each."""
+    def access(
+        self,
+        kind: str,
+        pointers: Array,
+        nbytes: int,
+        mask: Array | None,
+        origin: frozenset[str] | None,
+    ) -> None:
+        """Note an access.
+
+        Args:
+            kind: "load", "store" or "atomic".
+            pointers: one address a lane.
+            nbytes: bytes at each.
+            mask: active lanes, or None for all.
+            origin: the arguments that the pointers were made from; None if unknown.
+        """
+
+
+ORIGIN = "origin"
+"""Attribute of a pointer handle: the names of the arguments that it was made from."""
+
+
+def _inherit(handle: Any, *sources: Any) -> Any:
+    """Give a pointer the origin of the pointers that it was made from."""
+    origins = [s.attr.get(ORIGIN) for s in sources]
+    if all(origins):
+        handle.attr[ORIGIN] = frozenset[str]().union(*origins)
+    return handle
 
 
 class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
@@ -91,14 +118,40 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         dtype = arg.dtype.scalar if isinstance(arg.dtype, tl.block_type) else arg.dtype
         value = arg.data.reshape(-1)[0]
-        return stock.TensorHandle(np.full(ret_ty.shape, value, arg.data.dtype), dtype)
+        handle = stock.TensorHandle(np.full(ret_ty.shape, value, arg.data.dtype), dtype)
+        return _inherit(handle, arg)
+
+    # ------------------------------------------------------------------ where pointers come from
+
+    def create_addptr(self, ptr: Any, offset: Any) -> Any:
+        return _inherit(super().create_addptr(ptr, offset), ptr)
+
+    def create_broadcast(self, arg: Any, shape: Any) -> Any:
+        return _inherit(super().create_broadcast(arg, shape), arg)
+
+    def create_expand_dims(self, arg: Any, axis: Any) -> Any:
+        return _inherit(super().create_expand_dims(arg, axis), arg)
+
+    def create_reshape(self, arg: Any, shape: Any, allow_reorder: Any) -> Any:
+        handle = stock.TensorHandle(arg.data.reshape(shape), arg.dtype.scalar)
+        return _inherit(handle, arg)
+
+    def create_trans(self, arg: Any, perm: Any) -> Any:
+        return _inherit(super().create_trans(arg, perm), arg)
+
+    def create_bitcast(self, src: Any, dst_type: Any) -> Any:
+        return _inherit(super().create_bitcast(src, dst_type), src)
+
+    def create_select(self, cond: Any, lhs: Any, rhs: Any) -> Any:
+        return _inherit(self.ternary_op(cond, lhs, rhs, np.where), lhs, rhs)
 
     # ------------------------------------------------------------------ memory
 
     def _tell(self, kind: str, pointers: Any, mask: Any) -> None:
         if self.hook is not None:
             nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-            self.hook.access(kind, pointers.data, nbytes, None if mask is None else mask.data)
+            active = None if mask is None else mask.data
+            self.hook.access(kind, pointers.data, nbytes, active, pointers.attr.get(ORIGIN))
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         self._tell("load", ptrs, mask)

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _reductions
-from ._builder import AccessHook, Builder, Semantic
+from ._builder import ORIGIN, AccessHook, Builder, Semantic
 
 Program = tuple[int, int, int]
 _MISSING: Final = object()
@@ -214,8 +214,15 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{name}[{i}]", item)
 
 
-def _to_interpreter(value: Any) -> Any:
+def _to_interpreter(name: str, value: Any) -> Any:
     """Turn a launch argument into what the kernel sees: floats are float32, as on the device."""
+    if isinstance(value, (torch.Tensor, TensorWrapper)):
+        pointer = stock._implicit_cvt(value)
+        pointer.handle.attr[ORIGIN] = frozenset([name])
+        return pointer
+    if isinstance(value, tuple):
+        items = (_to_interpreter(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(value, float):
@@ -263,7 +270,7 @@ def _launch(function: JITFunction, args: Sequence[Any], grid: Any, kwargs: dict[
         plain = {
             name: (value.value if isinstance(value, tl.constexpr) else value)
             if name in constant
-            else _to_interpreter(value)
+            else _to_interpreter(name, value)
             for name, value in arguments.items()
         }
         _builder.set_grid_dim(x, y, z)
