@@ -1,0 +1,22 @@
+"""The public operations: documentation, checks, and dispatch by the tensors' device.
+
+CPU tensors run `spec_kernels.eager`, CUDA and ROCm tensors run `spec_kernels.kernels`. Each
+operation is registered as `torch.ops.spec_kernels.<name>` with flat arguments, so it works under
+`torch.compile`, fake tensors and graph capture.
+"""
+
+from spec_kernels.ops.accept import accept, match
+from spec_kernels.ops.law import adjust_logits_, overlap, row_law
+from spec_kernels.ops.random import coins, draft_coins
+from spec_kernels.ops.sample import sample
+
+__all__ = [
+    "accept",
+    "adjust_logits_",
+    "coins",
+    "draft_coins",
+    "match",
+    "overlap",
+    "row_law",
+    "sample",
+]
