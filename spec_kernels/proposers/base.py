@@ -8,7 +8,7 @@ which law each token was drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,13 +67,16 @@ class Session(Protocol):
 
     wants_hidden: bool
 
-    def prefill(self, state: DecodingState, row: int, hidden: Tensor | None) -> None:
+    def prefill(
+        self, state: DecodingState, row: int, tokens: Sequence[int], hidden: Tensor | None
+    ) -> None:
         """Take in the prompt of request `row` but its last token.
 
         Args:
-            state: the batch; the prompt stands in `state.tokens[row]`.
+            state: the batch.
             row: which request.
-            hidden: `[prompt - 1, size]`, the target's last hidden states, if wanted and not empty.
+            tokens: the prompt without its last token; possibly none.
+            hidden: `[len(tokens), size]`, the target's last hidden states, if wanted and not empty.
         """
         ...
 
@@ -117,6 +120,12 @@ class Proposer(Protocol):
             ValueError: the proposer does not fit the target, for instance by its vocabulary.
         """
         ...
+
+
+def needed_width(lens: Tensor, most: int) -> int:
+    """Return the width that holds `lens` tokens per request: their maximum where reading them costs
+    nothing (on the CPU, where a narrow forward is faster), else the bound `most`."""
+    return int(lens.max()) if lens.device.type == "cpu" else most
 
 
 def root_draft(state: DecodingState, limits: Tensor) -> Draft:
