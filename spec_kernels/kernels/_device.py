@@ -1,4 +1,4 @@
-# ruff: noqa: N803  (compile-time arguments are written in capitals)
+# ruff: noqa: N803, N806  (compile-time arguments are written in capitals)
 """Tiles of the vocabulary, and the device functions that every operation on rows shares.
 
 A row of logits is cut into tiles of a fixed number of ids. Inside a tile the ids are laid out as
@@ -211,16 +211,36 @@ def law_weight(x, scale, cutoff, row_max, log2_sum):
 
 @triton.jit
 def order_key(x):
-    """An int32 whose signed order is the order of the float32 x (-0 just below +0)."""
+    """An int32 in the order of the float32 x; the two zeros have the same key."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return tl.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
 
 
 @triton.jit
 def order_unkey(key):
     """The float32 of an `order_key`."""
-    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
+    bits = tl.where(key >= 0, key, -key | -2147483648)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_argmax(
+    row_ptr,
+    tile_max,  # [n] f32, maxima of the tiles of the row, -inf behind the last one
+    row_max,
+    vocab,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """First id with the largest logit: one tile, the first that holds it, is read again."""
+    TILE: tl.constexpr = CHUNKS * LANES * WIDTH
+    index = tl.arange(0, tile_max.shape[0])
+    tile = tl.min(tl.where(tile_max == row_max, index, tile_max.shape[0] - 1), 0)
+    first = tile * TILE
+    x = load_tile(row_ptr, first, vocab, NEG_INF, CHUNKS, LANES, WIDTH, False)
+    place = tl.where(x == row_max, tile_offsets(CHUNKS, LANES, WIDTH), TILE)
+    return first + tl.min(tl.min(tl.min(place, 2), 0), 0)
 
 
 @triton.jit
