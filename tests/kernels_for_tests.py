@@ -1,3 +1,4 @@
+# ruff: noqa: N803 - compile-time arguments of kernels are upper case
 """Small kernels for the tests of the harness: sound ones, and one for each planted fault."""
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _first_of_best(value, index, other_value, other_index):
 def first_argmax(out_ptr, x_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)
     x = tl.load(x_ptr + offs)
-    value, index = tl.reduce((x, offs), 0, _first_of_best)
+    _, index = tl.reduce((x, offs), 0, _first_of_best)
     tl.store(out_ptr, index)
     tl.store(out_ptr + 1, tl.argmax(x, 0))
     tl.store(out_ptr + 2, tl.max(x, 0).to(tl.int32))

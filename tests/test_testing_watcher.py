@@ -1,4 +1,4 @@
-"""The watcher: a planted fault of each kind is caught with argument and line; sound kernels pass."""
+"""The watcher: planted faults are caught with argument and line, and sound kernels pass."""
 
 from __future__ import annotations
 
