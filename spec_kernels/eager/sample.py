@@ -1,0 +1,112 @@
+"""Draw tokens from laws: by one coin per row, by argmax, or by coupled noise.
+
+coin    the first id whose cumulative weight exceeds coin * total, in id order: tile, then id
+noise   argmax of log p(x) + g(seed, position, x), the same for every drafter and draft length
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spec_kernels.eager._rows import TILE, RowLaw, RowReader, first_argmax, tile_sums
+from spec_kernels.eager.random import exponential, exponential_row
+from spec_kernels.types import OK, PAD_TOKEN, Law
+
+
+def draw(coin: float, weights: Tensor, tiles: Tensor | None = None) -> int:
+    """Draw an index in proportion to non-negative weights; `PAD_TOKEN` if nothing is positive.
+
+    An index of weight 0 is never drawn; a coin on a boundary gives the next positive index.
+
+    Args:
+        coin: in [0, 1).
+        weights: `[n] float32`, contiguous.
+        tiles: their `tile_sums`, if known.
+
+    Example:
+        >>> [draw(coin, torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])) for coin in (0.0, 0.25, 0.99)]
+        [1, 3, 3]
+    """
+    masses = tile_sums(weights) if tiles is None else tiles
+    cumulative = masses.cumsum(0)
+    total = float(cumulative[-1])
+    if not 0.0 < total < math.inf:
+        return PAD_TOKEN
+    target = coin * total
+    tile = min(int(torch.searchsorted(cumulative, target, right=True)), masses.numel() - 1)
+    before = float(cumulative[tile - 1]) if tile else 0.0
+    inside = weights[tile * TILE : (tile + 1) * TILE].double()
+    steps = inside.cumsum(0)
+    rest = (target - before) / float(masses[tile]) * float(steps[-1])
+    place = int(torch.searchsorted(steps, rest, right=True))
+    if place == steps.numel():  # rounding at the end of the tile
+        place = int(inside.nonzero()[-1])
+    return tile * TILE + place
+
+
+def _race(reader: RowReader, row: int, law: RowLaw, seed: Tensor, position: Tensor) -> int:
+    """Return the id with the largest `weight / E`: that of `log p + g`, the first in a tie."""
+    ids, mass = reader.weights(row, law)
+    if ids is not None:
+        return int(ids[first_argmax(mass / exponential(seed, position, ids))])
+    if not bool((mass > 0).any()):
+        return PAD_TOKEN
+    return first_argmax(mass / exponential_row(seed, position, reader.vocab))
+
+
+def sample(
+    logits: Tensor,
+    law: Law | None,
+    *,
+    coins: Tensor | None = None,
+    noise: tuple[Tensor, Tensor] | None = None,
+    k: int = 1,
+    replacement: bool = False,
+) -> Tensor:
+    """Sample one token per row from its law.
+
+    Args:
+        logits: `[rows, vocab]` float32, float16 or bfloat16, any strides.
+        law: laws of the rows; None if they are probabilities.
+        coins: `[rows] float64` in [0, 1); the inverse cumulative sum in id order decides.
+        noise: seeds and positions, each `[rows] int64`; the position is that of the token to be
+            emitted.
+        k: 1.
+        replacement: no effect at `k = 1`.
+
+    Returns:
+        tokens `[rows, 1] int64`; greedy rows give `law.argmax`, invalid ones `PAD_TOKEN`.
+
+    Raises:
+        ValueError: not exactly one of coins and noise is given.
+        NotImplementedError: k > 1.
+
+    Example:
+        >>> p = torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
+        >>> sample(p, None, coins=torch.tensor([0.3, 0.9], dtype=torch.float64))
+        tensor([[1],
+                [0]])
+    """
+    if k > 1:
+        raise NotImplementedError("k > 1 draws children of a tree; trees are not supported yet")
+    if (coins is None) == (noise is None):
+        raise ValueError("exactly one of coins and noise must be given")
+    reader = RowReader(logits, law)
+    given = [] if coins is None else coins.tolist()
+    tokens = [PAD_TOKEN] * reader.rows
+    for row in range(reader.rows):
+        row_law = reader.law(row)
+        if row_law.status != OK:
+            continue
+        if row_law.inv_temperature == 0.0:
+            tokens[row] = row_law.argmax
+        elif noise is not None:
+            tokens[row] = _race(reader, row, row_law, noise[0][row], noise[1][row])
+        else:
+            ids, mass = reader.weights(row, row_law)
+            place = draw(given[row], mass)
+            tokens[row] = int(ids[place]) if ids is not None else place
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
