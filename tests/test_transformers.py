@@ -1,0 +1,287 @@
+"""The adaptor for Hugging Face models against the models' own full forward: tiny random models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spec_kernels.integrations.transformers import TransformersCache, TransformersTarget
+from spec_kernels.targets import Cache, Target
+
+VOCAB, LENGTH = 61, 48
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+WINDOW = {"sliding_window": 4}
+# Grouped heads, biases, learned positions and no grouping, scaled embeddings, a window in every
+# layer, windows in some layers with caps on scores and logits, per-head norms and two rotary bases.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZES | GROUPED,
+    "qwen2": SIZES | {"num_key_value_heads": 3},
+    "gpt2": {"n_embd": 24, "n_layer": 3, "n_head": 6, "vocab_size": VOCAB, "n_positions": LENGTH},
+    "gemma": SIZES | GROUPED,
+    "mistral": SIZES | GROUPED | WINDOW,
+    "gemma2": SIZES | GROUPED | WINDOW | {"attn_logit_softcapping": 2.0},
+    "gemma3_text": SIZES | GROUPED | WINDOW,
+}
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Return a model with random weights large enough that attention matters."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    # the model's own softcap exists in its plain attention only
+    own = "eager" if kind == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=own)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(dtype).eval()
+
+
+def full_forward(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Return the model's own logits at every position, `[len(tokens), vocab]`."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def random_tokens(count: int) -> list[int]:
+    return torch.randint(1, VOCAB, (count,)).tolist()
+
+
+def check_forward(
+    target: TransformersTarget,
+    cache: Cache,
+    committed: list[list[int]],
+    drafts: list[list[int]],
+) -> None:
+    """Forward root and drafts of every request; compare all rows with the model's own forward.
+
+    `committed[b]` ends with the root; an empty list marks an absent request.
+    """
+    # Gemma 2's own attention rounds its probabilities to float32
+    rounding = 1e-5 if target.model.config.model_type == "gemma2" else 1e-7
+    nodes = 2 + max(len(draft) for draft in drafts)
+    tokens = torch.full((len(drafts), nodes), -1)
+    num_nodes = torch.zeros(len(drafts), dtype=torch.int32)
+    for row, (context, draft) in enumerate(zip(committed, drafts, strict=True)):
+        if context:
+            tokens[row, : 1 + len(draft)] = torch.tensor([context[-1], *draft])
+            num_nodes[row] = 1 + len(draft)
+    output = target.forward(tokens, num_nodes, cache, hidden=True)
+    assert output.logits.shape == (int(num_nodes.sum()), VOCAB)
+    assert output.hidden is not None
+    for row, (context, draft) in enumerate(zip(committed, drafts, strict=True)):
+        count = int(num_nodes[row])
+        assert (output.row[row, count:] == -1).all()
+        if not count:
+            continue
+        want = full_forward(target.model, context + draft)[-count:]
+        got = output.logits[output.row[row, :count].long()]
+        torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
+
+
+def used_part(cache: TransformersCache, row: int) -> Tensor:
+    """Return all K/V that count for one request, layers stacked."""
+    length = int(cache.context_lens[row])
+    buffers = [buffer for buffer in cache.keys + cache.values if buffer is not None]
+    return torch.stack([buffer[row, :, :length] for buffer in buffers])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_equals_the_models_own_forward(kind: str) -> None:
+    """Ragged rounds with rejections and absent requests: logits and caches stay those of a model
+    that has seen the committed tokens only."""
+    target = TransformersTarget(make_model(kind))
+    assert isinstance(target, Target)
+    lengths = [1, 9, 4]
+    cache = target.open(len(lengths), LENGTH)
+    committed = [random_tokens(length) for length in lengths]
+    for row, context in enumerate(committed):
+        target.prefill(cache, row, context[:-1])
+    assert cache.context_lens.tolist() == [0, 8, 3]
+    rounds = [  # drafts and accepted drafts of each request; None = absent
+        ([3, 0, 5], [2, 0, 1]),
+        ([4, None, 2], [0, None, 2]),
+        ([None, 6, None], [None, 6, None]),
+        ([0, 0, 0], [0, 0, 0]),
+        ([2, 2, 2], [1, 2, 0]),
+    ]
+    for drafted, accepted in rounds:
+        present = [count is not None for count in drafted]
+        drafts = [random_tokens(count or 0) for count in drafted]
+        contexts = [c if here else [] for c, here in zip(committed, present, strict=True)]
+        check_forward(target, cache, contexts, drafts)
+        path = torch.full((3, 9), -1, dtype=torch.int32)
+        for row, count in enumerate(accepted):
+            if count is not None:
+                path[row, : count + 1] = torch.arange(count + 1)
+                committed[row] += [*drafts[row][:count], *random_tokens(1)]
+        cache.keep(path, torch.tensor([count or 0 for count in accepted], dtype=torch.int32))
+        check_caches(target, cache, committed)
+
+
+def check_caches(
+    target: TransformersTarget, cache: TransformersCache, committed: list[list[int]]
+) -> None:
+    """The cache holds what a fresh prefill of all committed tokens but the last would."""
+    assert cache.context_lens.tolist() == [len(context) - 1 for context in committed]
+    for row, context in enumerate(committed):
+        fresh = target.open(1, LENGTH)
+        target.prefill(fresh, 0, context[:-1])
+        if len(context) > 1:
+            torch.testing.assert_close(used_part(cache, row), used_part(fresh, 0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_long_prompt_is_prefilled_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_kernels.integrations.transformers._PREFILL_CHUNK", 7)
+    target = TransformersTarget(make_model(kind))
+    context = random_tokens(30)
+    cache = target.open(1, LENGTH)
+    hidden = target.prefill(cache, 0, context[:-1], hidden=True)
+    assert hidden is not None
+    logits = target.model.get_output_embeddings()(hidden)
+    torch.testing.assert_close(logits, full_forward(target.model, context)[:-1])
+    check_forward(target, cache, [context], [random_tokens(3)])
+
+
+def test_float32_agrees_to_rounding() -> None:
+    model = make_model("llama", torch.float32)
+    wide = copy.deepcopy(model).double()
+    context, draft = random_tokens(12), random_tokens(4)
+    target = TransformersTarget(model)
+    cache = target.open(1, LENGTH)
+    target.prefill(cache, 0, context[:-1])
+    tokens = torch.tensor([[context[-1], *draft]])
+    got = target.forward(tokens, torch.tensor([5], dtype=torch.int32), cache).logits
+    want = full_forward(wide, context + draft)[-5:]
+    own = full_forward(model, context + draft)[-5:]
+    error, own_error = (got - want).abs().max(), (own - want).abs().max()
+    assert error <= 2 * own_error + torch.finfo(torch.float32).eps * want.abs().max()
+
+
+def test_model_works_as_before_outside_our_calls() -> None:
+    model = make_model("llama")
+    before = full_forward(model, [5, 6, 7])
+    hooks = len(model.get_output_embeddings()._forward_pre_hooks)
+    target = TransformersTarget(model)
+    cache = target.open(1, LENGTH)
+    target.prefill(cache, 0, [1, 2])
+    assert model.config._attn_implementation == "sdpa"
+    assert len(model.get_output_embeddings()._forward_pre_hooks) == hooks
+    assert torch.equal(full_forward(model, [5, 6, 7]), before)
+    generated = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] <= 7
+
+
+def test_failure_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    target = TransformersTarget(model)
+    context, draft = random_tokens(6), random_tokens(3)
+    cache = target.open(1, LENGTH)
+    target.prefill(cache, 0, context[:-1])
+    broken = model.model.layers[1].mlp
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "forward", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            check_forward(target, cache, [context], [draft])
+        with pytest.raises(RuntimeError, match="planted"):
+            target.prefill(cache, 0, [1, 2])
+    assert cache.context_lens.tolist() == [5]
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.get_output_embeddings()._forward_pre_hooks
+    check_forward(target, cache, [context], [draft])
+
+
+def test_capacity_is_checked_before_anything_is_written() -> None:
+    target = TransformersTarget(make_model("llama"))
+    cache = target.open(2, 6)
+    target.prefill(cache, 0, [1, 2, 3, 4])
+    before = used_part(cache, 0).clone()
+    tokens, num_nodes = torch.tensor([[5, 6, 7], [5, -1, -1]]), torch.tensor([3, 1])
+    with pytest.raises(ValueError, match="request 0 needs 7 positions, the capacity is 6"):
+        target.forward(tokens, num_nodes, cache)
+    with pytest.raises(ValueError, match="request 1 needs 7 positions"):
+        target.prefill(cache, 1, [1] * 7)
+    assert torch.equal(used_part(cache, 0), before)
+    # padding next to a full request must not spoil its last row
+    check_forward(target, cache, [[1, 2, 3, 4, 5], [9]], [[6], []])
+
+
+def test_ids_outside_the_vocabulary_do_not_stop_the_forward() -> None:
+    """Such a draft is rejected by the verifier; rows before it must be right."""
+    target = TransformersTarget(make_model("llama"))
+    cache = target.open(1, LENGTH)
+    tokens = torch.tensor([[3, 4, VOCAB + 5, -7]])
+    logits = target.forward(tokens, torch.tensor([4], dtype=torch.int32), cache).logits
+    torch.testing.assert_close(logits[:2], full_forward(target.model, [3, 4]))
+
+
+def test_embeddings_are_the_models_own() -> None:
+    target = TransformersTarget(make_model("llama"))
+    assert target.embed(torch.tensor([[1, 2]])).shape == (1, 2, SIZES["hidden_size"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("mamba", {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}, "recurrent state"),
+        ("bloom", {"hidden_size": 8, "n_layer": 1, "n_head": 2}, "not support"),
+        ("gpt_oss", SIZES | GROUPED | {"num_local_experts": 2}, "s_aux"),
+        ("llama4_text", SIZES | GROUPED | {"num_local_experts": 2}, "chunked_attention"),
+    ],
+)
+def test_refuses_what_it_cannot_do_exactly(
+    kind: str, changes: dict[str, Any], message: str
+) -> None:
+    config = AutoConfig.for_model(kind, **(changes | {"vocab_size": VOCAB}))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(NotImplementedError, match=message):
+        prefill_once(model)
+
+
+def prefill_once(model: PreTrainedModel) -> None:
+    target = TransformersTarget(model)
+    target.prefill(target.open(1, 8), 0, [1, 2])
+
+
+def test_refuses_rotary_frequencies_that_change_with_length() -> None:
+    config = AutoConfig.for_model("llama", **(SIZES | GROUPED))
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config.rope_parameters["original_max_position_embeddings"] = 16
+    target = TransformersTarget(AutoModelForCausalLM.from_config(config).eval())
+    target.open(1, 16)
+    with pytest.raises(NotImplementedError, match="dynamic rotary frequencies"):
+        target.open(1, 17)
+
+
+def test_refuses_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="must be a transformers model"):
+        TransformersTarget(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    target = TransformersTarget(make_model("llama"))
+    for capacity in (0, LENGTH + 1):
+        with pytest.raises(ValueError, match=f"capacity must be in 1..{LENGTH}"):
+            target.open(1, capacity)
+    with pytest.raises(ValueError, match="batch must be positive"):
+        target.open(0, 4)
+    target.model.train()
+    with pytest.raises(ValueError, match="eval mode"):
+        target.prefill(target.open(1, 4), 0, [1])
