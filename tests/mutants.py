@@ -1,0 +1,414 @@
+"""Known wrong verifiers, small changes of the reference that the exactness suite must catch.
+
+Every mutant has the signature of `accept` and decides through `random.decide` and
+`random.choose`, so the same enumeration that proves the reference exact measures its bias.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from spec_kernels import reference
+from spec_kernels.reference import random
+from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, Law, SamplingParams
+from tests.joint import Accept, problems
+
+module: Any = importlib.import_module("spec_kernels.reference.accept")
+Step = module.Step
+
+
+class Mutant(NamedTuple):
+    """A wrong verifier; `source` names where it was seen, `shown_by` the kind of problem (or the
+    ends of the coins) that shows it."""
+
+    name: str
+    rule: str
+    accept: Accept
+    source: str
+    shown_by: str = "sampled"
+
+
+class Call(NamedTuple):
+    """The positional arguments of `accept`."""
+
+    draft: Draft
+    logits: Tensor
+    law: Law | SamplingParams | None
+    target_row: Tensor
+    accept_coins: Tensor
+    final_coins: Tensor
+
+
+def patched(**parts: Callable[..., object]) -> Accept:
+    """Return the reference with some of its functions replaced."""
+
+    def accept(*args: object, **options: object) -> Acceptance:
+        with ExitStack() as stack:
+            for name, part in parts.items():
+                stack.enter_context(patch.object(module, name, part))
+            result: Acceptance = module.accept(*args, **options)
+        return result
+
+    return accept
+
+
+def rewired(change: Callable[[Call], Call]) -> Accept:
+    """Return the reference called with changed arguments."""
+
+    def accept(*args: Any, **options: Any) -> Acceptance:
+        return reference.accept(*change(Call(*args)), **options)
+
+    return accept
+
+
+def walking(walk: Callable[[Any, list[float]], list[int]]) -> Accept:
+    """Return a verifier of single requests from a function that names the emitted tokens."""
+
+    def accept(*args: Any, **options: Any) -> Acceptance:
+        call = Call(*args)
+        reader = module._Reader(*call[:4], options["target_to_draft"], 0)
+        limit = min(int(call.draft.num_nodes[0]) - 1, options["max_depth"])
+        emitted = walk(module.read_chain(reader, limit), call.accept_coins[0, 1:].tolist())
+        out: Acceptance = module._empty(1, options["max_depth"], call.draft.tokens.device)
+        n = len(emitted) - 1
+        module._record(out, 0, torch.tensor(emitted), n, emitted[-1], 0)
+        return out
+
+    return accept
+
+
+# The scan
+
+
+def scan(accepts: Callable[[Any], tuple[float, float]]) -> Accept:
+    """Return the token rule with another acceptance ratio."""
+
+    def scan_token(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+        for n, step in enumerate(steps):
+            if not random.decide(coins[n], *accepts(step)):
+                return n, 1.0
+        return len(steps), 1.0
+
+    return patched(scan_token=scan_token)
+
+
+def accepts_at_equality(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+    for n, step in enumerate(steps):
+        tie = coins[n] * step.q_token == step.p_token
+        if not tie and not random.decide(coins[n], step.p_token, step.q_token):
+            return n, 1.0
+    return len(steps), 1.0
+
+
+def counts_all_hits(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+    hits = [random.decide(c, s.p_token, s.q_token) for s, c in zip(steps, coins, strict=False)]
+    return sum(hits), 1.0
+
+
+def entries(steps: list[Any], *, cap: bool = True, each: bool = False) -> list[float]:
+    """Return the running acceptance a_0..a_gamma of the block rule, or a wrong form of it."""
+    a = [1.0]
+    for step in steps:
+        ratio = step.p_token / step.q_token if step.q_token > 0.0 else 0.0
+        ratio = min(1.0, ratio) if each else ratio
+        a.append(min(1.0, a[-1] * ratio) if cap else a[-1] * ratio)
+    return a
+
+
+def keep(a: list[float], steps: list[Any], n: int) -> float:
+    """Return h_n."""
+    if n == len(steps):
+        return a[n]
+    mass = module.residual_mass(a[n], steps[n])
+    return mass / (mass + (1.0 - a[n])) if mass + (1.0 - a[n]) != 0.0 else 1.0
+
+
+def block(
+    h: Callable[[list[float], list[Any], int], float] = keep, **form: bool
+) -> Callable[[list[Any], list[float]], tuple[int, float]]:
+    """Return the block rule's scan with another h, or another a."""
+
+    def scan_block(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+        a = entries(steps, **form)
+        for n in range(len(steps), 0, -1):
+            if random.decide(coins[n - 1], h(a, steps, n)):
+                return n, a[n]
+        return 0, 1.0
+
+    return scan_block
+
+
+def one_uniform(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+    """One coin for all nodes: given that it is not below `seen`, it is uniform above."""
+    a, seen = entries(steps), 0.0
+    for n in range(len(steps), 0, -1):
+        h = keep(a, steps, n)
+        if h > seen and random.decide(coins[0], h - seen, 1.0 - seen):
+            return n, a[n]
+        seen = max(seen, h)
+    return 0, 1.0
+
+
+def stops_at_first_failure(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+    a, n = entries(steps), 0
+    while n < len(steps) and random.decide(coins[n], keep(a, steps, n + 1)):
+        n += 1
+    return n, a[n]
+
+
+def token_test_with_rescue(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+    for n in range(len(steps), 0, -1):
+        if random.decide(coins[n - 1], steps[n - 1].p_token, steps[n - 1].q_token):
+            return n, 1.0
+    return 0, 1.0
+
+
+def mass_of_own_row(a: list[float], steps: list[Any], n: int) -> float:
+    mass = module.residual_mass(a[n], steps[n - 1])
+    whole = mass + (1.0 - a[n])
+    return a[n] if n == len(steps) or whole == 0.0 else mass / whole
+
+
+def last_by_token_ratio(a: list[float], steps: list[Any], n: int) -> float:
+    if n < len(steps):
+        return keep(a, steps, n)
+    return min(1.0, steps[-1].p_token / steps[-1].q_token)
+
+
+# The token behind the accepted ones
+
+
+def only_the_id(a: float, step: Any) -> Tensor:
+    weights: Tensor = step.p.clone()
+    if step.token < weights.numel():
+        weights[step.token] = 0.0
+    return weights if float(weights.sum()) > 0.0 else step.p
+
+
+def unscaled_residual(a: float, step: Any) -> Tensor:
+    return original_weights(1.0, step)
+
+
+original_weights = module.recovered_weights
+
+
+def filters_independently(chain: Any, coins: list[float]) -> list[int]:
+    kept, first = [], None
+    for step, coin in zip(chain.steps, coins, strict=False):
+        if random.decide(coin, step.p_token, step.q_token):
+            kept.append(step.token)
+        else:
+            first = first or step
+    weights = chain.last if first is None else original_weights(1.0, first)
+    return [*kept, random.choose(0.5, weights)]
+
+
+def draws_twice(chain: Any, coins: list[float]) -> list[int]:
+    """Accept on equality with a fresh target draw, but emit another draw after a mismatch."""
+    kept: list[int] = []
+    for step in chain.steps:
+        if random.choose(0.5, step.p) != step.token:
+            return [*kept, random.choose(0.5, step.p)]
+        kept.append(step.token)
+    return [*kept, random.choose(0.5, chain.last)]
+
+
+def forgets_the_token(chain: Any, coins: list[float]) -> list[int]:
+    """Leave the recovered token to the next step."""
+    n, _ = module.scan_token(chain.steps, coins)
+    kept = [step.token for step in chain.steps[:n]]
+    return [*kept, random.choose(0.5, chain.last) if n == len(chain.steps) else PAD_TOKEN]
+
+
+# Rows and laws
+
+
+def bonus_from_last_draft_row(call: Call) -> Call:
+    rows, last = call.target_row.clone(), int(call.draft.num_nodes[0]) - 1
+    rows[0, last] = rows[0, max(last - 1, 0)]
+    return call._replace(target_row=rows)
+
+
+def shifted_rows(call: Call) -> Call:
+    rows, last = call.target_row.clone(), int(call.draft.num_nodes[0]) - 1
+    rows[0, :last] = call.target_row[0, 1 : last + 1]
+    return call._replace(target_row=rows)
+
+
+def law_of(logits: Tensor, temperature: float = 1.0) -> Law:
+    owner = torch.zeros(len(logits), dtype=torch.int32)
+    return reference.row_law(logits, SamplingParams.make(temperature), owner)
+
+
+def with_draft_law(call: Call, law: Callable[[Tensor, Law], Law]) -> Call:
+    draft = call.draft
+    if draft.law is None:
+        return call
+    return call._replace(draft=draft._replace(law=law(draft.logits, draft.law)))
+
+
+def raw_q(call: Call) -> Call:
+    return with_draft_law(call, lambda logits, law: law_of(logits))
+
+
+def softmax_of_greedy_draft(call: Call) -> Call:
+    def law(logits: Tensor, law: Law) -> Law:
+        return law_of(logits) if bool((law.inv_temperature == 0).any()) else law
+
+    return with_draft_law(call, law)
+
+
+def unnormalised_q(call: Call) -> Call:
+    def law(logits: Tensor, law: Law) -> Law:
+        everything = (logits.double() - law.row_max[:, None]) * law.inv_temperature[:, None]
+        return law._replace(log_sum=everything.exp().sum(1).log())
+
+    return with_draft_law(call, law)
+
+
+def bf16_draft_logits(call: Call) -> Call:
+    logits = call.draft.logits
+    return call._replace(draft=call.draft._replace(logits=logits.bfloat16().to(logits.dtype)))
+
+
+def softmax_of_fixed(call: Call) -> Call:
+    row = call.draft.row.clone()
+    row[0, 1:] = torch.where(row[0, 1:] < 0, call.target_row[0, :-1], row[0, 1:])
+    return call._replace(draft=call.draft._replace(row=row))
+
+
+def unfiltered_target(call: Call) -> Call:
+    return call if call.law is None else call._replace(law=law_of(call.logits))
+
+
+def filtered_bonus_only(call: Call) -> Call:
+    if not isinstance(call.law, Law):
+        return call
+    plain = law_of(call.logits)
+    bonus = int(call.target_row[0, int(call.draft.num_nodes[0]) - 1])
+    for field, kept in zip(plain, call.law, strict=True):
+        field[bonus] = kept[bonus]
+    return call._replace(law=plain)
+
+
+def last_argmax(call: Call) -> Call:
+    if not isinstance(call.law, Law):
+        return call
+    argmax = call.logits.shape[1] - 1 - call.logits.flip(1).argmax(1)
+    return call._replace(law=call.law._replace(argmax=argmax))
+
+
+def drops_unlikely_drafts(call: Call) -> Call:
+    """Cut the chain before a drawn token that the target finds unlikely."""
+    draft, nodes = call.draft, 1
+    while nodes < int(draft.num_nodes[0]):
+        p = call.logits[call.target_row[0, nodes - 1]].softmax(0)
+        token = int(draft.tokens[0, nodes])
+        if token < p.numel() and p[token] < 0.2:
+            break
+        nodes += 1
+    return call._replace(draft=draft._replace(num_nodes=torch.tensor([nodes])))
+
+
+def ignores_the_map(*args: Any, **options: Any) -> Acceptance:
+    return reference.accept(*args, **{**options, "target_to_draft": None})
+
+
+MUTANTS = (
+    Mutant("token-residual", "block", patched(recovered_weights=unscaled_residual), "section 3"),
+    Mutant("h-is-a", "block", patched(scan_block=block(lambda a, s, n: a[n])), "section 3"),
+    Mutant("one-uniform", "block", patched(scan_block=one_uniform), "section 3, B052"),
+    Mutant("stop-at-failure", "block", patched(scan_block=stops_at_first_failure), "B009"),
+    Mutant("token-test-rescue", "block", patched(scan_block=token_test_with_rescue), "B008"),
+    Mutant("uncapped-a", "block", patched(scan_block=block(cap=False)), "section 3"),
+    Mutant("product-of-capped", "block", patched(scan_block=block(each=True)), "section 3"),
+    Mutant("mass-of-own-row", "block", patched(scan_block=block(mass_of_own_row)), "section 3"),
+    Mutant("last-token-ratio", "block", patched(scan_block=block(last_by_token_ratio)), "B008"),
+    Mutant(
+        "accept-at-equality", "token", patched(scan_token=accepts_at_equality), "section 2", "coins"
+    ),
+    Mutant("hard-test", "token", scan(lambda s: (float(s.p_token >= s.q_token), 1.0)), "B004"),
+    Mutant("ratio-to-max-p", "token", scan(lambda s: (s.p_token, float(s.p.max()))), "B005"),
+    Mutant("accept-by-p-alone", "token", scan(lambda s: (s.p_token, 1.0)), "B031"),
+    Mutant("threshold", "token", scan(lambda s: (float(s.p_token > 0.2), 1.0)), "F04"),
+    Mutant("accepts-everything", "token", scan(lambda s: (1.0, 1.0)), "B054"),
+    Mutant("counts-all-hits", "token", patched(scan_token=counts_all_hits), "B001"),
+    Mutant("independent-filter", "token", walking(filters_independently), "section 10"),
+    Mutant("draws-twice", "token", walking(draws_twice), "B006, B007"),
+    Mutant("forgets-recovered", "token", walking(forgets_the_token), "B003, B012"),
+    Mutant("full-p", "token", patched(recovered_weights=lambda a, s: s.p), "section 10"),
+    Mutant("mask-only-the-id", "token", patched(recovered_weights=only_the_id), "B014"),
+    Mutant(
+        "softmax-of-residual",
+        "token",
+        patched(recovered_weights=lambda a, s: module.residual(a, s).softmax(0)),
+        "B013",
+    ),
+    Mutant("bonus-row", "token", rewired(bonus_from_last_draft_row), "section 10"),
+    Mutant("shifted-rows", "token", rewired(shifted_rows), "section 10, B002"),
+    Mutant("raw-q", "token", rewired(raw_q), "B027", "draft-filter-only"),
+    Mutant(
+        "greedy-draft-softmax-q",
+        "token",
+        rewired(softmax_of_greedy_draft),
+        "B010, B026",
+        "greedy-draft",
+    ),
+    Mutant("unnormalised-q", "token", rewired(unnormalised_q), "B027", "top-k"),
+    Mutant("bf16-q", "token", rewired(bf16_draft_logits), "B030"),
+    Mutant("softmax-q-of-fixed", "token", rewired(softmax_of_fixed), "B017", "fixed"),
+    Mutant("unfiltered-target", "token", rewired(unfiltered_target), "B029", "target-filter-only"),
+    Mutant(
+        "filtered-bonus-only", "token", rewired(filtered_bonus_only), "B024", "target-filter-only"
+    ),
+    Mutant("last-argmax", "token", rewired(last_argmax), "section 1", "greedy-ties"),
+    Mutant("drops-drawn", "token", rewired(drops_unlikely_drafts), "section 4"),
+    Mutant("ignores-the-map", "token", ignores_the_map, "section 1", "mapped-draft"),
+)
+
+
+def edge_faults(accept: Accept, rule: str) -> Iterator[str]:
+    """Name the ends of the coin's range at which a verifier errs; enumeration cannot see them."""
+
+    def emits(p: list[list[float]], q: list[float], token: int, u: float, z: float) -> list[int]:
+        draft = Draft(
+            torch.tensor([[0, token]]),
+            torch.tensor([2], dtype=torch.int32),
+            logits=torch.tensor([q], dtype=torch.float64),
+            row=torch.tensor([[-1, 0]], dtype=torch.int32),
+        )
+        coins = torch.tensor([[u, u]], dtype=torch.float64)
+        target = torch.tensor(p, dtype=torch.float64)
+        rows = torch.tensor([[0, 1]], dtype=torch.int32)
+        final = torch.tensor([z], dtype=torch.float64)
+        options: dict[str, Any] = {"rule": rule, "max_depth": 1, "target_to_draft": None}
+        out = accept(draft, target, None, rows, coins, final, **options)
+        return [token for token in out.output_tokens[0].tolist() if token != PAD_TOKEN]
+
+    one = 1.0 - 2.0**-53
+    bonus = [0.0, 0.0, 1.0]
+    if emits([[0.0, 0.5, 0.5], bonus], [1.0, 0.0, 0.0], 0, 0.0, 0.0) != [1]:
+        yield "coin 0 accepts an id that the target excludes, or the final coin 0 draws it"
+    if emits([[0.5, 0.5, 0.0], bonus], [0.5, 0.5, 0.0], 1, one, one) != [1, 2]:
+        yield "the largest coin rejects at p = q"
+    if emits([[0.1, 0.9, 0.0], bonus], [1.0, 0.0, 0.0], 0, one, one) != [1]:
+        yield "the largest final coin draws an id of weight 0"
+    if emits([[0.5, 0.5, 0.0], bonus], [0.5, 0.5, 0.0], 2, 0.0, one) != [1]:
+        yield "a vanished residual does not fall back to p"
+
+
+def bias(mutant: Mutant) -> float:
+    """Return how far the mutant's output law is from the target's on the problem that shows it;
+    for a fault at the ends of the coins, how many of these go wrong."""
+    if mutant.shown_by == "coins":
+        return float(len(list(edge_faults(mutant.accept, mutant.rule))))
+    name = f"{mutant.shown_by}-v4-g2"
+    problem = next(problem for problem in problems() if problem.name == name)
+    return problem.measure(mutant.accept, mutant.rule).distance
