@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spec_kernels._check import FLOATS, IDS, check
+from spec_kernels._check import FLOATS, IDS, check, fits
 from spec_kernels.types import Draft, Law, SamplingParams
 
 _LAW_DTYPES = (
@@ -27,7 +27,7 @@ def check_logits(name: str, logits: Tensor, device: torch.device | None = None) 
     vocab = logits.shape[1]
     if vocab == 0:
         raise ValueError(f"{name} must have at least one column, got {list(logits.shape)}")
-    if vocab > 1 and logits.stride(1) != 1:
+    if vocab > 1 and not logits.is_contiguous() and logits.stride(1) != 1:
         raise ValueError(
             f"{name} must have stride 1 along the vocabulary, got strides {list(logits.stride())}"
         )
@@ -38,7 +38,8 @@ def check_law(name: str, law: object, rows: int, device: torch.device) -> None:
     if not isinstance(law, Law):
         raise TypeError(f"{name} must be a Law or None, got {type(law).__name__}")
     for field, tensor, dtype in zip(Law._fields, law, _LAW_DTYPES, strict=True):
-        check(f"{name}.{field}", tensor, (rows,), dtype, device)
+        if not fits(tensor, (rows,), dtype, device):
+            check(f"{name}.{field}", tensor, (rows,), dtype, device)
 
 
 def check_params(name: str, params: object, device: torch.device, batch: int | None = None) -> None:
@@ -53,16 +54,17 @@ def check_params(name: str, params: object, device: torch.device, batch: int | N
             check(f"{name}.{field}", tensor, (batch,), dtype, device)
 
 
-def check_draft(draft: object, device: torch.device) -> tuple[int, int]:
-    """Check a `Draft` of chains and return its `batch` and `nodes`."""
+def check_draft(draft: object) -> tuple[int, int, torch.device]:
+    """Check a `Draft` of chains and return its `batch`, `nodes` and device."""
     if not isinstance(draft, Draft):
         raise TypeError(f"draft must be a Draft, got {type(draft).__name__}")
     if draft.parents is not None:
         raise NotImplementedError(
             "draft.parents: trees are not supported yet; pass parents=None for a chain"
         )
-    check("draft.tokens", draft.tokens, ("batch", "nodes"), IDS, device)
+    check("draft.tokens", draft.tokens, ("batch", "nodes"), IDS)
     batch, nodes = draft.tokens.shape
+    device = draft.tokens.device
     if nodes == 0:
         raise ValueError(f"draft.tokens must have a column for the root, got [{batch}, 0]")
     check("draft.num_nodes", draft.num_nodes, (batch,), torch.int32, device)
@@ -74,7 +76,7 @@ def check_draft(draft: object, device: torch.device) -> tuple[int, int]:
         if draft.logits is None:
             raise ValueError("draft.law must be None where draft.logits is None")
         check_law("draft.law", draft.law, draft.logits.shape[0], device)
-    return batch, nodes
+    return batch, nodes, device
 
 
 def check_id_map(target_to_draft: Tensor | None, target_logits: Tensor) -> None:

@@ -101,9 +101,8 @@ def accept(
             "replacement=True verifies siblings of a tree; trees are not supported yet"
         )
     check_max_depth(max_depth)
-    check_logits("target_logits", target_logits)
-    device = target_logits.device
-    batch, nodes = check_draft(draft, device)
+    batch, nodes, device = check_draft(draft)
+    check_logits("target_logits", target_logits, device)
     params = target_law if isinstance(target_law, SamplingParams) else None
     law = None if isinstance(target_law, SamplingParams) else target_law
     if params is not None:
@@ -166,9 +165,8 @@ def match(draft: Draft, target_tokens: Tensor, *, max_depth: int) -> Acceptance:
         >>> match(draft, torch.tensor([[4, 7, 2, 5]]), max_depth=3).output_tokens
         tensor([[ 4,  7,  2, -1]])
     """
-    check("target_tokens", target_tokens, ("batch", "nodes"), IDS)
-    batch, nodes = check_draft(draft, target_tokens.device)
-    check("target_tokens", target_tokens, (batch, nodes), IDS)
+    batch, nodes, device = check_draft(draft)
+    check("target_tokens", target_tokens, (batch, nodes), IDS, device)
     check_max_depth(max_depth)
     return Acceptance(*_match(draft.tokens, draft.num_nodes, target_tokens, max_depth))
 
