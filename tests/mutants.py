@@ -402,6 +402,8 @@ def edge_faults(accept: Accept, rule: str) -> Iterator[str]:
         yield "the largest final coin draws an id of weight 0"
     if emits([[0.5, 0.5, 0.0], bonus], [0.5, 0.5, 0.0], 2, 0.0, one) != [1]:
         yield "a vanished residual does not fall back to p"
+    if emits([[0.5, 0.0, 0.5], bonus], [0.0, 1.0, 0.0], 0, 0.0, 0.0) != [0]:
+        yield "an id that its own law excludes is accepted, or hinders the residual"
 
 
 def bias(mutant: Mutant) -> float:

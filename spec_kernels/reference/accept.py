@@ -149,7 +149,8 @@ def residual_mass(a: float, step: Step) -> float:
 def scan_token(steps: list[Step], coins: list[float]) -> tuple[int, float]:
     """Return how many drafts the token rule accepts, and 1: the scale of p in the residual."""
     for n, step in enumerate(steps):
-        if not random.decide(coins[n], step.p_token, step.q_token):
+        # A token that its own law excludes cannot have been drawn from it.
+        if step.q_token == 0.0 or not random.decide(coins[n], step.p_token, step.q_token):
             return n, 1.0
     return len(steps), 1.0
 
