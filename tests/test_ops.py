@@ -1,0 +1,253 @@
+"""The public operations: registration, fake results, and dispatch by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spec_kernels import (
+    Draft,
+    SamplingParams,
+    accept,
+    adjust_logits_,
+    coins,
+    draft_coins,
+    eager,
+    match,
+    ops,
+    overlap,
+    row_law,
+    sample,
+)
+from tests.steps import NODES, Step
+
+
+@pytest.fixture
+def step() -> Step:
+    return Step()
+
+
+def calls(step: Step) -> dict[str, Callable[[], Any]]:
+    """Call every operation in every form of its arguments."""
+    return {
+        "coins": lambda: coins(step.seeds, step.positions, NODES),
+        "draft_coins": lambda: draft_coins(step.seeds, step.positions, NODES, 2),
+        "row_law": lambda: row_law(step.logits, step.params, step.request),
+        "row_law-temperature": lambda: row_law(
+            step.logits.bfloat16(), SamplingParams(step.params.temperature), step.request
+        ),
+        "adjust_logits_": lambda: adjust_logits_(
+            step.logits.detach().clone(), step.request, **step.adjustments
+        ),
+        "adjust_logits_-nothing": lambda: adjust_logits_(
+            step.logits.detach().clone(), step.request
+        ),
+        "overlap": lambda: overlap(step.logits, step.law, step.draft_logits, step.draft_law),
+        "overlap-map": lambda: overlap(
+            step.logits.softmax(-1), None, step.draft_logits, None, target_to_draft=step.id_map
+        ),
+        "sample-coins": lambda: sample(step.logits, step.law, coins=step.row_coins),
+        "sample-noise": lambda: sample(step.logits, step.law, noise=step.noise),
+        "sample-probabilities": lambda: sample(step.logits.softmax(-1), None, coins=step.row_coins),
+        "accept-law": lambda: step.accept(),
+        "accept-params": lambda: step.accept(target_law=step.params, rule="token"),
+        "accept-fixed": lambda: step.accept(
+            draft=Draft(step.draft.tokens.int(), step.draft.num_nodes), max_depth=1
+        ),
+        "accept-probabilities": lambda: step.accept(
+            target_logits=step.logits.softmax(-1), target_law=None, target_to_draft=step.id_map
+        ),
+        "match": lambda: match(step.draft, step.tokens, max_depth=NODES + 1),
+        "match-int32": lambda: match(step.draft, step.tokens.int(), max_depth=0),
+    }
+
+
+FORMS = list(calls(Step()))
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    if result is None:
+        return []
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+class Recorder(TorchDispatchMode):
+    """Remember the operations of this package with the flat arguments that reach them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "spec_kernels":
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(call: Callable[[], Any]) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    with Recorder() as recorder:
+        call()
+    return recorder.seen[-1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck(form: str, step: Step) -> None:
+    overload, args = recorded(calls(step)[form])
+    assert overload._schema.name == f"spec_kernels::{form.partition('-')[0]}"
+    torch.library.opcheck(overload, args)
+
+
+def test_every_operation_is_called_here() -> None:
+    assert {form.partition("-")[0] for form in FORMS} == set(ops.__all__)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fake_results_have_the_real_shapes_and_dtypes(form: str, step: Step) -> None:
+    real = tensors_of(calls(step)[form]())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = tensors_of(calls(step)[form]())
+    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [
+        (t.shape, t.dtype, t.stride()) for t in real
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_results_are_those_of_the_layer_that_the_device_decides(
+    form: str, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same function name is called in `eager`, with the tuples put together again."""
+    name = form.partition("-")[0]
+    direct, inner = [], getattr(eager, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        direct.append((args, kwargs))
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(eager, name, spy)
+    got = tensors_of(calls(step)[form]())
+    (args, kwargs) = direct[-1]
+    want = tensors_of(inner(*args, **kwargs))
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_tuples_reach_the_layer_unchanged(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    inner = eager.accept
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        names = ("draft", "target_logits", "target_law", "target_row", "accept_coins")
+        seen.update(zip((*names, "final_coins"), args, strict=True))
+        seen.update(kwargs)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(eager, "accept", spy)
+    for law in (step.law, step.params, None):
+        logits = step.logits if law is not None else step.logits.softmax(-1)
+        step.accept(target_logits=logits, target_law=law, target_to_draft=step.id_map, rule="token")
+        assert type(seen["target_law"]) is type(law)
+        for got, want in zip(seen["target_law"] or (), law or (), strict=True):
+            assert (got is None and want is None) or torch.equal(got, want)
+        draft = seen["draft"]
+        assert torch.equal(draft.tokens, step.draft.tokens)
+        assert draft.parents is None
+        assert torch.equal(draft.num_nodes, step.draft.num_nodes)
+        assert torch.equal(draft.logits, step.draft_logits)
+        assert torch.equal(draft.row, step.row)
+        assert all(torch.equal(a, b) for a, b in zip(draft.law, step.draft_law, strict=True))
+        assert torch.equal(seen["target_logits"], logits)
+        assert torch.equal(seen["target_row"], step.row)
+        assert torch.equal(seen["accept_coins"], step.accept_coins)
+        assert torch.equal(seen["final_coins"], step.final_coins)
+        assert torch.equal(seen["target_to_draft"], step.id_map)
+        assert (seen["rule"], seen["max_depth"]) == ("token", NODES - 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_device_key_runs_the_kernels_with_the_same_arguments(
+    form: str, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA and ROCm share a dispatch key; its implementation is called here on CPU tensors."""
+    kernels = pytest.importorskip("spec_kernels.kernels")
+    name = form.partition("-")[0]
+    seen: dict[str, list[Any]] = {"eager": [], "kernels": []}
+    inner = getattr(eager, name)
+    for layer, module in (("eager", eager), ("kernels", kernels)):
+
+        def spy(*args: Any, layer: str = layer, **kwargs: Any) -> Any:
+            seen[layer].append((args, kwargs))
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, spy, raising=False)
+    overload, args = recorded(calls(step)[form])
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    overload.redispatch(key, *args)
+    assert [len(seen["eager"]), len(seen["kernels"])] == [1, 1]
+    assert str(seen["eager"]) == str(seen["kernels"])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_step_compiles_without_graph_breaks(backend: str, step: Step) -> None:
+    def run(
+        draft: Draft, logits: Tensor, params: SamplingParams, request: Tensor, row: Tensor
+    ) -> tuple[Tensor, ...]:
+        law = row_law(logits * 1.0, params, request)
+        accept_coins, final_coins = coins(step.seeds, step.positions + 1, NODES)
+        result = accept(draft, logits, law, row, accept_coins, final_coins, max_depth=NODES - 1)
+        tokens = sample(logits, law, noise=step.noise)
+        return (*result, tokens + 0, match(draft, tokens.view(row.shape), max_depth=2).path)
+
+    arguments = (step.draft, step.logits, step.params, step.request, step.row)
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    for got, want in zip(compiled(*arguments), run(*arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_adjust_logits_compiles_as_a_mutation(step: Step) -> None:
+    def run(logits: Tensor) -> Tensor:
+        copy = logits + 0
+        adjust_logits_(copy, step.request, **step.adjustments)
+        return copy * 2
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(step.logits), run(step.logits))
+    assert not torch.equal(run(step.logits), step.logits * 2)
+
+
+def test_results_are_detached_and_inputs_unchanged(step: Step) -> None:
+    step.logits.requires_grad_()
+    step.draft_logits.requires_grad_()
+    before = {name: str(value) for name, value in vars(step).items()}
+    for form, call in calls(step).items():
+        assert not any(t.requires_grad for t in tensors_of(call())), form
+    assert {name: str(value) for name, value in vars(step).items()} == before
+
+
+def test_empty_batch_and_no_rows(step: Step) -> None:
+    empty = SamplingParams.make([], batch=0)
+    none = torch.zeros(0, dtype=torch.int32)
+    law = row_law(step.logits[:0], empty, none)
+    assert [t.shape for t in law] == [(0,)] * 6
+    assert sample(step.logits[:0], law, coins=step.row_coins[:0]).shape == (0, 1)
+    accept_coins, final_coins = coins(step.seeds[:0], step.positions[:0], 3)
+    draft = Draft(step.tokens[:0, :3], none)
+    for target_law in (law, empty, None):
+        result = accept(
+            draft,
+            step.logits[:0],
+            target_law,
+            step.row[:0, :3],
+            accept_coins,
+            final_coins,
+            max_depth=2,
+        )
+        assert [list(t.shape) for t in result] == [[0, 3], [0], [0, 3], [0]]
+    assert match(draft, step.tokens[:0, :3], max_depth=2).path.shape == (0, 3)
+    adjust_logits_(step.logits[:0], none)
