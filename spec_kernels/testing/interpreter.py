@@ -214,6 +214,11 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{name}[{i}]", item)
 
 
+def named_tensors(arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors among launch arguments with their names."""
+    return [pair for name, value in arguments.items() for pair in _tensors(name, value)]
+
+
 def _to_interpreter(name: str, value: Any) -> Any:
     """Turn a launch argument into what the kernel sees: floats are float32, as on the device."""
     if isinstance(value, (torch.Tensor, TensorWrapper)):
@@ -251,7 +256,7 @@ def _launch(function: JITFunction, args: Sequence[Any], grid: Any, kwargs: dict[
     for hook in function.pre_run_hooks:
         hook(*args, **kwargs)
     arguments = bind(function, args, kwargs)
-    named = [pair for name, value in arguments.items() for pair in _tensors(name, value)]
+    named = named_tensors(arguments)
     for name, tensor in named:
         if tensor.device.type != "cpu":
             raise TypeError(

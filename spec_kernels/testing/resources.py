@@ -1,8 +1,8 @@
 """What a compiled kernel uses: registers, spills, shared memory, load widths, instructions.
 
 Read from the machine code that Triton's own assembler makes (`ptxas`, LLVM for AMD), so no GPU is
-needed. A kernel may hold two branches of which a program runs one: `Resources.path` counts along one
-path, by default the one that loads the most bytes in the fewest instructions (full tiles instead of
+needed. A kernel may hold two branches of which a program runs one: `Resources.path` counts along
+one path, by default the one that loads the most bytes in the fewest instructions (full tiles, not
 the masked tail). Loops on the path count once; `loops` has them.
 """
 

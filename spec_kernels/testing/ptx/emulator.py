@@ -1,0 +1,173 @@
+"""Launch compiled PTX on CPU tensors, by hand or in place of every launch in a context."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime.jit import JITFunction
+
+from ..dry_run import compile_launch
+from ..interpreter import Program as ProgramId
+from ..interpreter import bind, named_tensors, resolve_grid
+from ..watcher import Order
+from .machine import Code, Machine, Memory, Schedule
+from .program import UnsupportedError, parse
+from .values import UNSIGNED
+
+TARGET = "sm_80"
+"""Newer targets use instructions (wgmma, tcgen05) that the emulator does not know."""
+
+
+@lru_cache(maxsize=256)
+def _code(ptx: str) -> Code:
+    return Code(parse(ptx))
+
+
+def _parameter(value: Any, bits: int) -> np.generic:
+    if isinstance(value, torch.Tensor):
+        value = value.data_ptr()
+    if isinstance(value, float):
+        packed = (
+            np.float32(value).view(np.uint32) if bits == 32 else np.float64(value).view(np.uint64)
+        )
+        value = int(packed)
+    number: np.generic = UNSIGNED[bits](int(value) & ((1 << bits) - 1))
+    return number
+
+
+def emulate(
+    ptx: str,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    *,
+    shared_bytes: int,
+    schedule: Schedule = "lockstep",
+    order: Order = "natural",
+    seed: int = 0,
+    late_copies: bool = True,
+    reachable: Sequence[torch.Tensor] = (),
+) -> int:
+    """Run compiled PTX on CPU tensors.
+
+    Args:
+        ptx: one entry, compiled for sm_80.
+        grid: one to three sizes.
+        arguments: tensors and numbers, in the order of the entry's parameters.
+        shared_bytes: shared memory of a program, as the compiler says.
+        schedule: "lockstep", or "warps": one warp at a time, in random order, to its next barrier.
+        order: order of the programs.
+        seed: of both random orders.
+        late_copies: asynchronous copies happen at the wait that needs them; else at once.
+        reachable: tensors reached through addresses in memory.
+
+    Returns:
+        The number of instructions that were stepped.
+
+    Raises:
+        UnsupportedError: the PTX holds an instruction that the emulator does not know.
+        OutOfBoundsError: an access outside the tensors.
+        MisalignedError: an address that is not a multiple of the access width.
+    """
+    code = _code(ptx)
+    tensors = [(f"argument {n}", x) for n, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
+    memory = Memory([*tensors, *((f"reachable[{n}]", x) for n, x in enumerate(reachable))])
+    values = [*arguments, *[0] * (len(code.program.parameters) - len(arguments))]
+    parameters = {
+        name: _parameter(value, bits)
+        for (name, bits), value in zip(code.program.parameters, values, strict=True)
+    }
+    x, y, z = (*grid, 1, 1)[:3]
+    programs = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+    rng = random.Random(seed)
+    if order == "reverse":
+        programs.reverse()
+    elif order == "shuffle":
+        rng.shuffle(programs)
+    machine = Machine(code, parameters, memory, shared_bytes, schedule, rng, late_copies)
+    with np.errstate(all="ignore"):
+        for program in programs:
+            machine.run(program, (x, y, z))
+    return machine.steps
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """One launch that was compiled and emulated.
+
+    Attributes:
+        kernel, grid: what was launched.
+        steps: instructions stepped, over all programs.
+        compiled: Triton's `CompiledKernel`.
+    """
+
+    kernel: str
+    grid: ProgramId
+    steps: int
+    compiled: Any
+
+
+@contextlib.contextmanager
+def emulated(
+    *,
+    schedule: Schedule = "warps",
+    order: Order = "natural",
+    seed: int = 0,
+    late_copies: bool = True,
+    reachable: Sequence[torch.Tensor] = (),
+) -> Iterator[list[Emulation]]:
+    """Compile the launches inside this context for sm_80 and run their PTX on CPU tensors.
+
+    The arguments are those of `emulate`. Launch code, specialisation and compilation are the real
+    ones; only the chip is not.
+
+    Yields:
+        The launches, in order; filled while the context runs.
+
+    Example:
+        >>> with emulated(schedule="warps", seed=1) as launches:
+        ...     pass  # kernel[grid](x, y, n, BLOCK=64, num_warps=4)
+        >>> launches
+        []
+    """
+    launches: list[Emulation] = []
+    before = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = compile_launch(self, TARGET, args, kwargs)
+        arguments = bind(self, args, kwargs)
+        sizes = resolve_grid(grid, arguments)
+        for name, tensor in named_tensors(arguments):
+            if tensor.device.type != "cpu":
+                raise TypeError(
+                    f"{name} must be a CPU tensor inside emulated(), got {tensor.device}"
+                )
+        signature = compiled.src.signature
+        if any(isinstance(kind, tuple) for kind in signature.values()):
+            raise UnsupportedError("tuple arguments")
+        passed = [arguments[name] for name, kind in signature.items() if kind != "constexpr"]
+        steps = emulate(
+            compiled.asm["ptx"],
+            sizes,
+            passed,
+            shared_bytes=compiled.metadata.shared,
+            schedule=schedule,
+            order=order,
+            seed=seed,
+            late_copies=late_copies,
+            reachable=reachable,
+        )
+        launches.append(Emulation(self.fn.__name__, sizes, steps, compiled))
+        return compiled
+
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = before
