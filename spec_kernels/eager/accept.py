@@ -15,13 +15,14 @@ rule reads from the back and stops at the first node that is kept; since Z <= a,
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spec_kernels.eager._rows import INVALID, RowLaw, RowReader, Weights, tile_sums
-from spec_kernels.eager.law import on_same_ids
+from spec_kernels.eager._rows import INVALID, RowLaw, Weights, tile_sums
+from spec_kernels.eager.law import RowReader, on_same_ids
 from spec_kernels.eager.sample import draw
 from spec_kernels.types import (
     INVALID_DRAFT,
@@ -57,7 +58,7 @@ class _Residual(NamedTuple):
     """An unnormalised law and its sum per tile."""
 
     weights: Weights
-    tiles: Tensor
+    tiles: list[float]
 
 
 class _Readers(NamedTuple):
@@ -177,7 +178,7 @@ def _scan_block(
         if coins[n] >= a[n]:
             continue
         residual = residual_mass(chain.readers, steps[n], a[n])
-        mass = float(residual.tiles.sum())
+        mass = math.fsum(residual.tiles)
         whole = mass + (1.0 - a[n])
         if coins[n] < (1.0 if whole == 0.0 else mass / whole):
             return n, steps[n], a[n], residual
@@ -201,7 +202,7 @@ def accept_scan(
     return n, step, 1.0, None
 
 
-def _draw_id(coin: float, weights: Weights, tiles: Tensor | None = None) -> int:
+def _draw_id(coin: float, weights: Weights, tiles: list[float] | None = None) -> int:
     """Draw an id; `PAD_TOKEN` if no weight is positive."""
     place = draw(coin, weights.mass, tiles)
     return place if weights.ids is None or place == PAD_TOKEN else int(weights.ids[place])

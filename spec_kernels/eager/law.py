@@ -2,7 +2,9 @@
 
     p(x) = exp((l(x) - row_max) * inv_temperature - log_sum)   if l(x) >= cutoff, else 0
 
-Filters only raise `cutoff`; ids equal to it are all kept. See `_rows.py` for the arithmetic.
+Filters only raise `cutoff`; ids equal to it are all kept. A row that a filter thinned out is held
+as its kept ids and their weights, any other as one dense float32 vector in a buffer that is used
+again. Sums run over tiles in float32, and over the tiles of a row in float64.
 """
 
 from __future__ import annotations
@@ -14,16 +16,234 @@ import torch
 from torch import Tensor
 
 from spec_kernels.eager._rows import (
+    BINS,
+    BINS_PER_NAT,
+    GROUP,
+    INVALID,
+    LOG2_E,
+    PROBABILITIES,
     RowLaw,
-    RowReader,
+    RowParams,
     Weights,
-    find_cutoff,
-    tile_stats,
+    first_argmax,
+    float32_below,
+    group_maxima,
+    ids_from,
+    kth_largest,
+    row_params,
     tile_sums,
+    to_float32,
+    value_reaching,
+    values_from,
 )
-from spec_kernels.types import OK, Law, SamplingParams
+from spec_kernels.types import GREEDY_TEMPERATURE, OK, TOP_P_SLACK, Law, SamplingParams
 
-__all__ = ["adjust_logits_", "find_cutoff", "on_same_ids", "overlap", "row_law", "tile_stats"]
+
+def tile_stats(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> float:
+    """Write the weights of every id to `out`, and return their sum.
+
+    Example:
+        >>> values, out = torch.tensor([1.0, 1.0]), torch.empty(2)
+        >>> tile_stats(values, 1.0, 0.5, out), out
+        (2.0, tensor([1., 1.]))
+    """
+    torch.sub(values, row_max, out=out)
+    out.mul_(inv_temperature * LOG2_E).exp2_()
+    return math.fsum(tile_sums(out))
+
+
+def _top_p_cutoff(
+    values: Tensor, maxima: Tensor, row_max: float, inv_temperature: float, share: float
+) -> float:
+    """Return the value at which the weights of a row reach `share` of their sum.
+
+    A peaked row gets there within its largest groups. Otherwise the weights are summed in bins
+    of equal width, and only the bin that reaches the share is sorted.
+    """
+    weights = torch.empty_like(values)
+    total = tile_stats(values, row_max, inv_temperature, weights)
+    if maxima.numel() >= 8 * GROUP:
+        largest = values_from(values, maxima, float(maxima.topk(GROUP).values[-1]))
+        cutoff = value_reaching(largest, row_max, inv_temperature, share * total)
+        if cutoff is not None:
+            return cutoff
+    bins = torch.sub(values, row_max).mul_(-inv_temperature * BINS_PER_NAT)
+    places = bins.clamp_max_(BINS - 1).long()
+    sums = torch.zeros(BINS, dtype=torch.float64, device=values.device)
+    cumulative = sums.scatter_add_(0, places, weights.double()).cumsum(0)
+    mass = share * float(cumulative[-1])
+    place = int(torch.searchsorted(cumulative, mass))
+    inside = values[places == place]
+    before = float(cumulative[place - 1]) if place else 0.0
+    cutoff = value_reaching(inside, row_max, inv_temperature, mass - before)
+    return float(inside.min()) if cutoff is None else cutoff
+
+
+def find_cutoff(values: Tensor, row_max: float, params: RowParams) -> float:
+    """Return the smallest logit that top-k, then top-p, then min-p keep; `-inf` if all are off.
+
+    Args:
+        values: `[vocab] float32`, one valid row.
+        row_max: its largest logit.
+        params: not greedy, in range.
+
+    Example:
+        >>> values, params = torch.tensor([3.0, 1.0, 2.0]), RowParams(1.0, 1.0, 2, 1.0, 0.0)
+        >>> find_cutoff(values, 3.0, params)
+        2.0
+    """
+    cutoff, share = -math.inf, params.top_p * (1.0 - TOP_P_SLACK)
+    has_top_k = 0 < params.top_k < values.numel()
+    if has_top_k or params.top_p < 1.0:
+        maxima = group_maxima(values)
+    if has_top_k:
+        cutoff = kth_largest(values, maxima, params.top_k)
+    if has_top_k and params.top_p < 1.0:
+        kept = values_from(values, maxima, cutoff)
+        mass = ((kept.double() - row_max) * params.inv_temperature).exp().sum()
+        reached = value_reaching(kept, row_max, params.inv_temperature, share * float(mass))
+        cutoff = cutoff if reached is None else reached
+    elif params.top_p < 1.0:
+        cutoff = _top_p_cutoff(values, maxima, row_max, params.inv_temperature, share)
+    if params.min_p > 0.0:
+        cutoff = max(cutoff, to_float32(row_max + params.temperature * math.log(params.min_p)))
+    return cutoff
+
+
+class RowReader:
+    """Reads rows of logits and their laws, one at a time.
+
+    Args:
+        logits: `[rows, vocab]` float32, float16 or bfloat16, any strides; never written.
+        law: given laws, or the parameters of the requests that rows belong to, or None if the
+            rows are probabilities.
+        width: the dense vectors of this reader end in zeros up to this length.
+    """
+
+    def __init__(self, logits: Tensor, law: Law | SamplingParams | None, width: int = 0) -> None:
+        self.logits = logits.detach()
+        self.rows, self.vocab = logits.shape
+        self.holds_probabilities = law is None
+        self._laws: list[RowLaw] | None = None
+        self._params: list[RowParams] = []
+        if isinstance(law, SamplingParams):
+            self._params = row_params(law)
+        elif law is not None:
+            self._laws = [
+                RowLaw(*fields) for fields in zip(*(f.tolist() for f in law), strict=True)
+            ]
+        self._padded = torch.zeros(max(self.vocab, width), device=logits.device)
+        self._buffer = self._padded[: self.vocab]
+        self._weighed_row = -1  # the row whose unfiltered weights lie in the buffer
+
+    def law(self, row: int, request: int = -1) -> RowLaw:
+        """Return the law of a row; that of an invalid row if there is no such row."""
+        if not 0 <= row < self.rows:
+            return INVALID
+        if self.holds_probabilities:
+            return PROBABILITIES
+        return self._laws[row] if self._laws is not None else self._compute(row, request)
+
+    def probability(self, row: int, law: RowLaw, column: int) -> float:
+        """Return the probability of one id of a valid row, in float64."""
+        if law.inv_temperature == 0.0:
+            return float(column == law.argmax)
+        value = float(self.logits[row, column])
+        if self.holds_probabilities:
+            return value
+        if value < law.cutoff:
+            return 0.0
+        return math.exp(min((value - law.row_max) * law.inv_temperature - law.log_sum, 0.0))
+
+    def weights(self, row: int, law: RowLaw) -> Weights:
+        """Return numbers proportional to the law of a valid row. Read them before the next call;
+        never write them."""
+        if law.inv_temperature == 0.0:
+            one = torch.ones(1, device=self.logits.device)
+            return Weights(torch.tensor([law.argmax], device=self.logits.device), one)
+        if self.holds_probabilities:
+            return Weights(None, self._values(row))
+        if law.cutoff > -math.inf:
+            return self._filtered(self._values(row), law.cutoff, law.row_max, law.inv_temperature)
+        if self._weighed_row != row:
+            tile_stats(self._values(row), law.row_max, law.inv_temperature, self._buffer)
+            self._weighed_row = row
+        return Weights(None, self._buffer)
+
+    def scaled(self, row: int, law: RowLaw, scale: float) -> Weights:
+        """Return `scale` times the law of a valid row, to be written until the next call."""
+        ids, mass = self.weights(row, law)
+        if law.inv_temperature != 0.0:
+            scale *= math.exp(-law.log_sum)
+        if ids is not None:
+            return Weights(ids, mass * scale)
+        self._weighed_row = -1
+        return Weights(None, torch.mul(mass, scale, out=self._buffer))
+
+    def dense(self, row: int, law: RowLaw) -> Tensor:
+        """Return the law of a valid row as a vector that ends in zeros: see `width`."""
+        ids, mass = self.scaled(row, law, 1.0)
+        if ids is not None:
+            self._weighed_row = -1
+            self._buffer.zero_()[ids] = mass
+        return self._padded
+
+    def at(self, row: int, law: RowLaw, columns: Tensor) -> Tensor:
+        """Return the float32 probabilities of a few ids of a valid row; 0 outside the row."""
+        inside = (columns >= 0) & (columns < self.vocab)
+        columns = columns.clamp(0, self.vocab - 1)
+        if law.inv_temperature == 0.0:
+            return ((columns == law.argmax) & inside).float()
+        values = self.logits[row][columns].float()
+        if self.holds_probabilities:
+            return torch.where(inside, values, 0.0)
+        exponents = (values - law.row_max) * (law.inv_temperature * LOG2_E)
+        mass = exponents.exp2_().mul_(math.exp(-law.log_sum))
+        return torch.where(inside & (values >= law.cutoff), mass, 0.0)
+
+    def _values(self, row: int) -> Tensor:
+        """Return a row as contiguous float32: itself, or a copy in the buffer."""
+        values = self.logits[row]
+        if values.dtype == torch.float32 and values.is_contiguous():
+            return values
+        self._weighed_row = -1
+        return self._buffer.copy_(values)
+
+    def _filtered(
+        self, values: Tensor, cutoff: float, row_max: float, inv_temperature: float
+    ) -> Weights:
+        """Return the weights of the ids at or above the cutoff."""
+        ids = ids_from(values, group_maxima(values), cutoff)
+        if ids is not None:
+            mass = torch.empty(ids.numel(), device=values.device)
+            tile_stats(values[ids], row_max, inv_temperature, mass)
+            return Weights(ids, mass)
+        self._weighed_row = -1
+        kept = torch.threshold_(self._buffer.copy_(values), float32_below(cutoff), -math.inf)
+        tile_stats(kept, row_max, inv_temperature, self._buffer)
+        return Weights(None, self._buffer)
+
+    def _compute(self, row: int, request: int) -> RowLaw:
+        """Return the law of a row under the parameters of its request."""
+        if not 0 <= request < len(self._params) or not self._params[request].is_in_range():
+            return INVALID
+        params, values = self._params[request], self._values(row)
+        row_max = float(values.amax())  # NaN if any logit is
+        if not math.isfinite(row_max):
+            return INVALID
+        argmax = first_argmax(values)
+        if params.temperature < GREEDY_TEMPERATURE:
+            return RowLaw(0.0, row_max, row_max, 0.0, argmax, OK)
+        inv_temperature = params.inv_temperature
+        if params.has_filter(self.vocab):
+            cutoff = find_cutoff(values, row_max, params)
+            kept = self._filtered(values, cutoff, row_max, inv_temperature)
+            total = math.fsum(tile_sums(kept.mass))
+        else:
+            cutoff = -math.inf
+            total = tile_stats(values, row_max, inv_temperature, self._buffer)
+            self._weighed_row = row
+        return RowLaw(inv_temperature, cutoff, row_max, to_float32(math.log(total)), argmax, OK)
 
 
 def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
@@ -111,7 +331,7 @@ def overlap(
         if p_law.status == OK and q_law.status == OK:
             p = target.scaled(row, p_law, 1.0)
             q = on_same_ids(p, draft, row, q_law, columns)
-            beta[row] = float(tile_sums(torch.minimum(p.mass, q)).sum())
+            beta[row] = math.fsum(tile_sums(torch.minimum(p.mass, q)))
     return torch.tensor(beta, dtype=torch.float32, device=target_logits.device)
 
 

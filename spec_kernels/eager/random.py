@@ -26,25 +26,41 @@ _MASK: Final = 0xFFFFFFFF
 _ROUNDS: Final = 10
 
 
-def _philox(
-    seeds: Tensor, positions: Tensor, third: Tensor, fourth: int | Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words at each counter; the arguments broadcast."""
-    key0, key1 = seeds & _MASK, (seeds >> 32) & _MASK
-    c0, c1, c2 = positions & _MASK, (positions >> 32) & _MASK, third
-    c3 = torch.as_tensor(fourth, dtype=torch.int64, device=third.device)
-    for _ in range(_ROUNDS):
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((odd >> 32) & _MASK) ^ (c1 ^ key0), odd & _MASK
-        c2, c3 = ((even >> 32) & _MASK) ^ (c3 ^ key1), even & _MASK
-        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
+def _philox(seeds: Tensor, positions: Tensor, third: Tensor, fourth: Tensor) -> Tensor:
+    """Return the four words at each counter, `[4, ...]`; the arguments broadcast.
+
+    Words 0 and 2 are the rows of `even`, words 1 and 3 those of `odd`; a round multiplies the
+    even ones, and their products change places.
+    """
+    shape = (seeds + positions + third + fourth).shape
+    keys = _key_schedule(seeds.reshape([1] * (len(shape) - seeds.dim()) + list(seeds.shape)))
+    even, odd, products = (
+        torch.empty((2, *shape), dtype=torch.int64, device=third.device) for _ in range(3)
+    )
+    even[0], even[1] = positions & _MASK, third
+    odd[0], odd[1] = (positions >> 32) & _MASK, fourth
+    for key in keys:
+        torch.mul(even[0], 0xD2511F53, out=products[1])
+        torch.mul(even[1], 0xCD9E8D57, out=products[0])
+        torch.bitwise_right_shift(products, 32, out=even)
+        even.bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK)
+        torch.bitwise_and(products, _MASK, out=odd)
+    return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def _uniform(seeds: Tensor, positions: Tensor, node: Tensor, fourth: int | Tensor) -> Tensor:
+def _key_schedule(seeds: Tensor) -> Tensor:
+    """Return the two key words of every round: `[rounds, 2, ...]`."""
+    key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
+    step = torch.tensor([0x9E3779B9, 0xBB67AE85], device=seeds.device)
+    steps = torch.arange(_ROUNDS, device=seeds.device)[:, None] * step
+    schedule: Tensor = key + steps.reshape([_ROUNDS, 2] + [1] * seeds.dim())
+    return schedule.bitwise_and(_MASK)
+
+
+def _uniform(seeds: Tensor, positions: Tensor, node: Tensor, fourth: Tensor) -> Tensor:
     """Return float64 coins in [0, 1)."""
-    high, low, _, _ = _philox(seeds, positions, node, fourth)
-    return ((high >> 5).double() * 2.0**26 + (low >> 6).double()) * 2.0**-53
+    words = _philox(seeds, positions, node, fourth)
+    return ((words[0] >> 5).double() * 2.0**26 + (words[1] >> 6).double()) * 2.0**-53
 
 
 def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
@@ -63,9 +79,11 @@ def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> tuple[Tensor, Te
         >>> accept_coins.shape, final_coins.shape
         (torch.Size([2, 3]), torch.Size([2]))
     """
-    node = torch.arange(nodes, device=seeds.device)
-    accept_coins = _uniform(seeds[:, None], root_positions[:, None], node, ACCEPT << 24)
-    return accept_coins, _uniform(seeds, root_positions, torch.zeros_like(seeds), FINAL << 24)
+    node = torch.arange(nodes + 1, device=seeds.device)
+    stream = torch.full_like(node, ACCEPT << 24)
+    node[nodes], stream[nodes] = 0, FINAL << 24
+    both = _uniform(seeds[:, None], root_positions[:, None], node, stream)
+    return both[:, :nodes].contiguous(), both[:, nodes].contiguous()
 
 
 def draft_coins(seeds: Tensor, root_positions: Tensor, nodes: int, lanes: int = 1) -> Tensor:
@@ -102,7 +120,8 @@ def exponential(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
         >>> noise.dtype, bool((noise > 0).all())
         (torch.float32, True)
     """
-    words = torch.stack(_philox(seeds, positions, ids >> 2, COUPLED << 24))
+    fourth = torch.tensor(COUPLED << 24, device=ids.device)
+    words = _philox(seeds, positions, ids >> 2, fourth)
     lane = (ids & 3).expand(words.shape[1:])
     return _variate(words.gather(0, lane[None])[0])
 
@@ -117,8 +136,8 @@ def exponential_row(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
         True
     """
     blocks = torch.arange((vocab + 3) // 4, device=seed.device)
-    words = _philox(seed, position, blocks, COUPLED << 24)
-    return _variate(torch.stack(words, 1).flatten()[:vocab])
+    words = _philox(seed, position, blocks, torch.tensor(COUPLED << 24, device=seed.device))
+    return _variate(words.T.flatten()[:vocab])
 
 
 def _variate(words: Tensor) -> Tensor:

@@ -7,16 +7,19 @@ noise   argmax of log p(x) + g(seed, position, x), the same for every drafter an
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from spec_kernels.eager._rows import TILE, RowLaw, RowReader, first_argmax, tile_sums
+from spec_kernels.eager._rows import TILE, RowLaw, first_argmax, tile_sums
+from spec_kernels.eager.law import RowReader
 from spec_kernels.eager.random import exponential, exponential_row
 from spec_kernels.types import OK, PAD_TOKEN, Law
 
 
-def draw(coin: float, weights: Tensor, tiles: Tensor | None = None) -> int:
+def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
     """Draw an index in proportion to non-negative weights; `PAD_TOKEN` if nothing is positive.
 
     An index of weight 0 is never drawn; a coin on a boundary gives the next positive index.
@@ -30,21 +33,18 @@ def draw(coin: float, weights: Tensor, tiles: Tensor | None = None) -> int:
         >>> [draw(coin, torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])) for coin in (0.0, 0.25, 0.99)]
         [1, 3, 3]
     """
-    masses = tile_sums(weights) if tiles is None else tiles
-    cumulative = masses.cumsum(0)
-    total = float(cumulative[-1])
+    cumulative = list(accumulate(tile_sums(weights) if tiles is None else tiles))
+    total = cumulative[-1]
     if not 0.0 < total < math.inf:
         return PAD_TOKEN
-    target = coin * total
-    tile = min(int(torch.searchsorted(cumulative, target, right=True)), masses.numel() - 1)
-    before = float(cumulative[tile - 1]) if tile else 0.0
-    inside = weights[tile * TILE : (tile + 1) * TILE].double()
-    steps = inside.cumsum(0)
-    rest = (target - before) / float(masses[tile]) * float(steps[-1])
-    place = int(torch.searchsorted(steps, rest, right=True))
-    if place == steps.numel():  # rounding at the end of the tile
-        place = int(inside.nonzero()[-1])
-    return tile * TILE + place
+    tile = min(bisect_right(cumulative, coin * total), len(cumulative) - 1)
+    before = cumulative[tile - 1] if tile else 0.0
+    start = tile * TILE
+    steps = list(accumulate(weights[start : start + TILE].tolist()))
+    # The part of the tile that lies below the coin, in the tile's own sum.
+    part = (coin * total - before) / (cumulative[tile] - before)
+    place = bisect_right(steps, part * steps[-1])
+    return start + min(place, bisect_left(steps, steps[-1]))
 
 
 def _race(reader: RowReader, row: int, law: RowLaw, seed: Tensor, position: Tensor) -> int:
