@@ -64,21 +64,23 @@ def _one_law(logits: Tensor, params: SamplingParams, request: int) -> tuple[floa
     invalid = (0.0, math.inf, 0.0, 0.0, PAD_TOKEN, INVALID_TARGET)
     if not 0 <= request < params.temperature.numel():
         return invalid
-    temperature = float(params.temperature[request])
+    temperature = params.temperature[request].float()  # its bounds are float32 values too
     top_k = 0 if params.top_k is None else int(params.top_k[request])
     top_p = 1.0 if params.top_p is None else float(params.top_p[request])
     min_p = 0.0 if params.min_p is None else float(params.min_p[request])
     # Each comparison is false for NaN.
-    in_range = 0.0 <= temperature <= MAX_TEMPERATURE and 0.0 < top_p <= 1.0 and 0.0 <= min_p <= 1.0
+    in_range = bool((temperature >= 0.0) & (temperature <= MAX_TEMPERATURE))
+    in_range = in_range and 0.0 < top_p <= 1.0 and 0.0 <= min_p <= 1.0
     row_max = float(logits.max())  # NaN if any logit is
     if not in_range or not math.isfinite(row_max):
         return invalid
     argmax = int((logits == row_max).nonzero()[0])
-    if temperature < GREEDY_TEMPERATURE:
+    if bool(temperature < GREEDY_TEMPERATURE):
         return (0.0, row_max, row_max, 0.0, argmax, OK)
-    cutoff = find_cutoff(logits, temperature, top_k, top_p, min_p)
-    row_max, total = tile_stats(logits, 1.0 / temperature, cutoff)
-    return (1.0 / temperature, cutoff, row_max, math.log(total), argmax, OK)
+    inv_temperature = 1.0 / float(temperature)
+    cutoff = find_cutoff(logits, float(temperature), top_k, top_p, min_p)
+    row_max, total = tile_stats(logits, inv_temperature, cutoff)
+    return (inv_temperature, cutoff, row_max, math.log(total), argmax, OK)
 
 
 def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:

@@ -1,0 +1,487 @@
+"""The reference against independent arithmetic on Python numbers, and its defined results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spec_kernels import reference
+from spec_kernels.reference import random
+from spec_kernels.reference.law import find_cutoff, probabilities, tile_stats
+from spec_kernels.types import (
+    INVALID_DRAFT,
+    INVALID_TARGET,
+    OK,
+    PAD_TOKEN,
+    ZERO_Q,
+    Acceptance,
+    Draft,
+    Law,
+    SamplingParams,
+    invert_id_map,
+)
+from tests.joint import Filters
+
+RULES = ("token", "block")
+
+
+# Random numbers
+
+
+def philox(key: int, counter: list[int]) -> list[int]:
+    """Philox4x32-10 on Python integers."""
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    for _ in range(10):
+        even, odd = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            odd >> 32 ^ counter[1] ^ low,
+            odd & 0xFFFFFFFF,
+            even >> 32 ^ counter[3] ^ high,
+            even & 0xFFFFFFFF,
+        ]
+        low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
+    return counter
+
+
+def coin(seed: int, position: int, stream: int, node: int, lane: int = 0) -> float:
+    halves = [position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF]
+    words = philox(seed, [*halves, node, stream << 24 | lane])
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # the known answers published with the generator
+        ([0] * 4, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            0x299F31D0A4093822,
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_gives_the_published_words(counter: list[int], key: int, expected: str) -> None:
+    position = counter[1] << 32 | counter[0]
+    arguments = [value - 2**64 if value >= 2**63 else value for value in (key, position)]
+    words = random.philox(*(torch.tensor(value) for value in (*arguments, *counter[2:])))
+    assert " ".join(f"{int(word):08x}" for word in words) == expected
+    assert " ".join(f"{word:08x}" for word in philox(key, counter)) == expected
+
+
+def test_coins_are_keyed_by_seed_root_stream_node_and_lane() -> None:
+    seeds, positions = [7, -3, 2**62 + 5], [0, 2**33 + 1, 11]
+    arguments = torch.tensor(seeds), torch.tensor(positions)
+    accept_coins, final_coins = reference.coins(*arguments, 3)
+    drafts = reference.draft_coins(*arguments, 3, 2)
+    for b, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        assert accept_coins[b].tolist() == [coin(seed, position, 2, node) for node in range(3)]
+        assert float(final_coins[b]) == coin(seed, position, 3, 0)
+        for node in range(3):
+            expected = [coin(seed, position, 1, node, lane) for lane in range(2)]
+            assert drafts[b, node].tolist() == expected
+
+
+def test_b045_b046_b052_b055_no_two_coins_share_an_address() -> None:
+    """Other seeds, positions that differ by 2^32, other nodes and other streams all differ."""
+    seeds, positions = torch.tensor([1, 1, 2]), torch.tensor([5, 5 + 2**32, 5])
+    accept_coins, final_coins = reference.coins(seeds, positions, 4)
+    drafts = reference.draft_coins(seeds, positions, 4, 2)
+    together = torch.cat((accept_coins.flatten(), final_coins, drafts.flatten()))
+    assert together.unique().numel() == together.numel()
+    assert bool(((together >= 0) & (together < 1)).all())
+    alone = reference.coins(seeds[2:], positions[2:], 2)
+    assert torch.equal(alone[0][0], accept_coins[2, :2])
+    assert torch.equal(alone[1], final_coins[2:])
+
+
+def test_exponential_noise_follows_its_words() -> None:
+    ids = torch.tensor([0, 3, 5, 131071])
+    noise = random.exponential(torch.tensor(9), torch.tensor(2**32 + 4), ids)
+    for value, token in zip(noise.tolist(), ids.tolist(), strict=True):
+        word = philox(9, [4, 1, token >> 2, 4 << 24])[token & 3]
+        assert value == pytest.approx(-math.log1p(-(word + 0.5) / 2**32), rel=1e-7)
+    many = random.exponential(torch.tensor(1), torch.tensor(1), torch.arange(100_000))
+    assert float(many.mean()) == pytest.approx(1.0, abs=0.02)
+    assert float((many > 3.0).double().mean()) == pytest.approx(math.exp(-3), abs=0.003)
+
+
+# Laws
+
+
+filters = st.builds(
+    Filters,
+    st.sampled_from([0.0, 1e-6, 2e-5, 0.3, 1.0, 2.5, 1e4]),
+    st.sampled_from([0, 1, 2, 5, 12, 50]),
+    st.sampled_from([1.0, 0.01, 0.33, 0.77, 0.96]),
+    st.sampled_from([0.0, 0.013, 0.21, 0.87, 1.0]),
+)
+
+
+@given(filters, st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_law_equals_its_definition(chosen: Filters, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (2.0 * torch.randn(1, 12, generator=generator)).to(dtype)
+    logits[0, seed % 12] = -math.inf
+    law = reference.row_law(logits, chosen.params(), torch.tensor([0]))
+    p = probabilities(logits, law, 0)
+    expected = torch.tensor(chosen.apply(logits[0].tolist()), dtype=torch.float64)
+    torch.testing.assert_close(p, expected, rtol=1e-11, atol=1e-15)
+    assert int(law.argmax[0]) == logits[0].tolist().index(float(logits.max()))
+    rounded = probabilities(
+        logits, Law(*(f.float() if f.is_floating_point() else f for f in law)), 0
+    )
+    if chosen.temperature > 1e-3:
+        torch.testing.assert_close(rounded, p, rtol=1e-4, atol=1e-6)
+
+
+def test_stages_of_the_law_with_numbers() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0], dtype=torch.float64)
+    assert find_cutoff(logits, 1.0, 0, 1.0, 0.0) == -math.inf
+    assert find_cutoff(logits, 1.0, 4, 1.0, 0.0) == -math.inf
+    assert find_cutoff(logits, 1.0, 2, 1.0, 0.0) == 2.0  # and the tie stays
+    assert find_cutoff(logits, 1.0, 0, 0.5, 0.0) == 3.0
+    assert find_cutoff(logits, 1.0, 1, 0.99, 0.0) == 3.0  # top-p of the law that top-k left
+    assert find_cutoff(logits, 2.0, 0, 1.0, 0.5) == pytest.approx(3.0 + 2.0 * math.log(0.5))
+    row_max, total = tile_stats(logits, 0.5, 2.0)
+    assert (row_max, total) == (3.0, pytest.approx(1.0 + 2.0 * math.exp(-0.5)))
+
+
+def test_bounds_of_the_temperature_are_inside() -> None:
+    params = SamplingParams.make([1e-5, 9e-6, 1e30])
+    law = reference.row_law(torch.ones(3, 2), params, torch.arange(3))
+    assert law.status.tolist() == [OK] * 3
+    assert law.inv_temperature.tolist() == pytest.approx([1e5, 0.0, 1e-30])
+
+
+BAD_PARAMETERS = [
+    {"temperature": math.nan},
+    {"temperature": -0.1},
+    {"temperature": 2e30},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"top_p": math.nan},
+    {"min_p": -0.1},
+    {"min_p": 1.1},
+    {"min_p": math.nan},
+]
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("bad", BAD_PARAMETERS, ids=str)
+def test_parameters_out_of_range_make_a_row_invalid(bad: dict[str, float], greedy: bool) -> None:
+    values = {"temperature": 0.0 if greedy else 1.0, "top_p": 1.0, "min_p": 0.0, **bad}
+    columns = {name: torch.tensor([value, 1.0]) for name, value in values.items()}
+    params = SamplingParams(columns["temperature"], None, columns["top_p"], columns["min_p"])
+    law = reference.row_law(torch.ones(4, 3), params, torch.tensor([0, 1, -1, 2]))
+    assert law.status.tolist() == [INVALID_TARGET, OK, INVALID_TARGET, INVALID_TARGET]
+    for row in (0, 2, 3):
+        fields = [float(field[row]) for field in law]
+        assert fields == [0.0, math.inf, 0.0, 0.0, PAD_TOKEN, INVALID_TARGET]
+
+
+def test_adjusted_logits_with_numbers() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 1.0, 3.0]] * 4)
+    reference.adjust_logits_(
+        logits,
+        torch.tensor([0, 0, 1, -1]),
+        allowed_words=torch.tensor([[0b11111], [0b01111], [0b11111], [0]]),
+        bias_ids=torch.tensor([[0, 0, PAD_TOKEN, 9], [4, 3, 5, PAD_TOKEN]]),
+        bias_values=torch.tensor([[1.0, 2.0, 100.0, 100.0], [-1.0, math.inf, 9.0, 9.0]]),
+        output_counts=torch.tensor([[2, 0, 0, 0, 0], [0, 1, 0, 0, 0]]),
+        prompt_words=torch.tensor([[0b00010], [0]]),
+        repetition_penalty=torch.tensor([2.0, 1.0]),
+        presence_penalty=torch.tensor([0.25, 1.0]),
+        frequency_penalty=torch.tensor([0.5, 0.0]),
+        draft_tokens=torch.tensor([[0, 4, 4], [0, 2, PAD_TOKEN]]),
+        row_node=torch.tensor([0, 2, 2, 0]),
+    )
+    # Request 0 saw id 0 twice and has id 1 in its prompt; node 2 adds two drafts of id 4,
+    # which the mask then removes. Request 1 saw id 1 and, at node 2, id 2.
+    assert logits.tolist() == [
+        [2.0 / 2 - 1.0 - 0.25 + 3.0, -2.0, 0.5, 1.0, 3.0],
+        [2.0 / 2 - 1.0 - 0.25 + 3.0, -2.0, 0.5, 1.0, -math.inf],
+        [2.0, -2.0, -0.5, math.inf, 2.0],
+        [2.0, -1.0, 0.5, 1.0, 3.0],
+    ]
+
+
+def test_drafts_on_the_path_are_penalised() -> None:
+    logits = torch.zeros(3, 4)
+    reference.adjust_logits_(
+        logits,
+        torch.zeros(3, dtype=torch.int32),
+        frequency_penalty=torch.tensor([1.0]),
+        draft_tokens=torch.tensor([[3, 1, 1]]),
+        row_node=torch.arange(3),
+    )
+    assert logits.tolist() == [[0, 0, 0, 0], [0, -1, 0, 0], [0, -2, 0, 0]]
+
+
+def test_overlap_of_invalid_rows_is_nan_and_a_map_is_followed() -> None:
+    params = SamplingParams.make(1.0)
+    logits = torch.tensor([[0.0, 0.0, math.nan], [0.0, 0.0, 0.0]])
+    law = reference.row_law(logits, params, torch.tensor([0, 0]))
+    beta = reference.overlap(logits, law, torch.full((2, 3), 1 / 3), None)
+    assert math.isnan(beta[0])
+    assert float(beta[1]) == pytest.approx(1.0)
+    p, q = torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([[0.9, 0.1]])
+    to_draft = invert_id_map(torch.tensor([2, 0]), 3)
+    assert float(reference.overlap(p, None, q, None, target_to_draft=to_draft)) == pytest.approx(
+        0.6
+    )
+    assert float(reference.overlap(p, None, q, None)) == pytest.approx(0.5)
+
+
+# Sampling
+
+
+def test_sample_refuses_and_pads() -> None:
+    rows, coins = torch.tensor([[0.5, 0.5], [0.0, 0.0]]), torch.tensor([0.9, 0.9]).double()
+    seeds = torch.tensor([1, 2])
+    assert reference.sample(rows, None, coins=coins).tolist() == [[1], [PAD_TOKEN]]
+    assert reference.sample(rows, None, noise=(seeds, seeds))[1].tolist() == [PAD_TOKEN]
+    with pytest.raises(ValueError, match="exactly one"):
+        reference.sample(rows, None)
+    with pytest.raises(ValueError, match="exactly one"):
+        reference.sample(rows, None, coins=coins, noise=(seeds, seeds))
+    with pytest.raises(NotImplementedError, match="trees"):
+        reference.sample(rows, None, coins=coins, k=2)
+
+
+def test_coupled_noise_is_the_argmax_of_log_p_plus_gumbel() -> None:
+    logits = torch.randn(20, 30)
+    law = reference.row_law(logits, SamplingParams.make(0.7, top_k=9), torch.zeros(20).int())
+    seeds, positions = torch.arange(20), torch.arange(20) + 100
+    drawn = reference.sample(logits, law, noise=(seeds, positions))[:, 0].tolist()
+    for row, token in enumerate(drawn):
+        gumbel = -random.exponential(seeds[row], positions[row], torch.arange(30)).log()
+        assert token == int((probabilities(logits, law, row).log() + gumbel).argmax())
+    assert len(set(drawn)) > 5
+
+
+# Acceptance
+
+
+def run(
+    target: Tensor,
+    tokens: list[list[int]],
+    *,
+    law: Law | SamplingParams | None = None,
+    num_nodes: list[int] | None = None,
+    draft: Tensor | None = None,
+    draft_law: Law | None = None,
+    row: list[list[int]] | None = None,
+    target_row: list[list[int]] | None = None,
+    u: float | list[list[float]] = 0.5,
+    z: float = 0.5,
+    rule: str = "block",
+    max_depth: int | None = None,
+) -> Acceptance:
+    """Judge drafts; by default node i of every request is followed by target row i."""
+    batch, nodes = len(tokens), len(tokens[0])
+    coins = torch.full((batch, nodes), 0.5, dtype=torch.float64)
+    coins[:, 1:] = torch.tensor(u, dtype=torch.float64)
+    return reference.accept(
+        Draft(
+            torch.tensor(tokens),
+            torch.tensor(num_nodes or [nodes] * batch, dtype=torch.int32),
+            logits=draft,
+            law=draft_law,
+            row=None if row is None else torch.tensor(row, dtype=torch.int32),
+        ),
+        target,
+        law,
+        torch.tensor(target_row or [list(range(nodes))] * batch, dtype=torch.int32),
+        coins,
+        torch.full((batch,), z, dtype=torch.float64),
+        rule=rule,
+        max_depth=nodes - 1 if max_depth is None else max_depth,
+    )
+
+
+def test_block_rule_with_numbers() -> None:
+    # a_1 = 0.3 / 0.6 = 0.5; Z_1 = 0.5 * 1 - 0.2 = 0.3; h_1 = 0.3 / (0.3 + 0.5) = 0.375; a_2 = 0.
+    p, q = (
+        torch.tensor([[0.3, 0.7], [1.0, 0.0], [0.5, 0.5]]),
+        torch.tensor([[0.6, 0.4], [0.2, 0.8]]),
+    )
+    arguments: dict[str, Any] = {"draft": q, "row": [[-1, 0, 1]]}
+    kept = run(p, [[0, 0, 1]], u=[[0.374, 0.0]], **arguments)
+    assert kept.output_tokens.tolist() == [[0, 0, -1]]
+    left = run(p, [[0, 0, 1]], u=[[0.376, 0.0]], **arguments)
+    assert left.output_tokens.tolist() == [[1, -1, -1]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_length_of_the_chain(rule: str) -> None:
+    """Absent requests, no drafts, too large num_nodes, padding inside, and the depth limit."""
+    p = torch.eye(4)  # node i is followed by token i
+    tokens = [[9, 0, 1, 2]] * 6
+    tokens[4] = [9, 0, PAD_TOKEN, 2]
+    out = run(p, tokens, num_nodes=[0, -5, 1, 9, 4, 3], rule=rule)
+    assert out.accepted_lens.tolist() == [0, 0, 0, 3, 1, 2]
+    assert out.output_tokens.tolist() == [
+        [-1, -1, -1, -1],
+        [-1, -1, -1, -1],
+        [0, -1, -1, -1],
+        [0, 1, 2, 3],
+        [0, 1, -1, -1],
+        [0, 1, 2, -1],
+    ]
+    assert out.path[:, 0].tolist() == [-1, -1, 0, 0, 0, 0]
+    assert out.status.tolist() == [OK] * 6
+    out = run(p, tokens[3:4], rule=rule, max_depth=1)
+    assert out.output_tokens.tolist() == [[0, 1]]
+    out = run(p, tokens[3:4], rule=rule, max_depth=6)
+    assert out.output_tokens.tolist() == [[0, 1, 2, 3, -1, -1, -1]]
+
+
+FAULTS = [
+    # what is wrong, tokens, rows of the draft, rows of the target, emitted, status
+    ("token-too-large", [9, 0, 4], None, [0, 1, 2], [0, 1], INVALID_DRAFT),
+    ("token-negative", [9, 0, -7], None, [0, 1, 2], [0, 1], INVALID_DRAFT),
+    ("draft-row", [9, 0, 1], [-1, -1, 2], [0, 1, 2], [0, 1], INVALID_DRAFT),
+    ("draft-row-negative", [9, 0, 1], [-1, -1, -2], [0, 1, 2], [0, 1], INVALID_DRAFT),
+    ("draft-law", [9, 0, 1], [-1, -1, 1], [0, 1, 2], [0, 1], INVALID_DRAFT),
+    ("target-row", [9, 0, 1], None, [0, 4, 2], [0, -1], INVALID_TARGET),
+    ("target-row-negative", [9, 0, 1], None, [0, -1, 2], [0, -1], INVALID_TARGET),
+    ("bonus-row", [9, 0, 1], None, [0, 1, 4], [0, 1, -1], INVALID_TARGET),
+    ("both", [9, 0, 4], None, [0, 4, 2], [0, -1], INVALID_TARGET | INVALID_DRAFT),
+    ("behind-rejection", [9, 3, 4], None, [0, 4, 2], [0], OK),
+    ("behind-padding", [9, PAD_TOKEN, 4], None, [0, 4, 2], [0], OK),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0])
+def test_faults_close_the_chain_where_they_are(fault: tuple[Any, ...], rule: str) -> None:
+    _, tokens, row, target_row, emitted, status = fault
+    logits = 90.0 * torch.eye(4)
+    draft = torch.tensor([[1.0, 1.0, 1.0, 1.0], [math.nan, 1.0, 1.0, 1.0]])
+    params = SamplingParams.make(1.0)
+    out = run(
+        logits,
+        [tokens],
+        law=params,
+        draft=draft,
+        draft_law=reference.row_law(draft, params, torch.tensor([0, 0])),
+        row=None if row is None else [row],
+        target_row=[target_row],
+        rule=rule,
+    )
+    assert out.output_tokens[0, : len(emitted)].tolist() == emitted
+    assert out.accepted_lens.tolist() == [len(emitted) - 1]
+    assert out.status.tolist() == [status]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_faults_at_the_depth_limit_are_not_reached(rule: str) -> None:
+    out = run(torch.eye(4), [[9, 0, 4]], rule=rule, max_depth=1)
+    assert (out.output_tokens.tolist(), out.status.tolist()) == ([[0, 1]], [OK])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_its_law_excludes_is_rejected(rule: str) -> None:
+    p, q = torch.tensor([[0.5, 0.5]] * 3), torch.tensor([[0.0, 1.0]])
+    out = run(p, [[9, 0, 1]], draft=q, row=[[-1, 0, 0]], u=0.0, z=0.0, rule=rule)
+    assert (out.output_tokens.tolist(), out.status.tolist()) == ([[0, -1, -1]], [ZERO_Q])
+    # The one behind it is not the one that ended the walk.
+    out = run(p, [[9, 0, 0]], draft=q, row=[[-1, -1, 0]], u=0.9, z=0.0, rule=rule)
+    assert (out.output_tokens.tolist(), out.status.tolist()) == ([[1, -1, -1]], [OK])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_vanished_residual_falls_back_to_p(rule: str) -> None:
+    q = torch.tensor([[0.5, 0.5, 0.0]])
+    options: dict[str, Any] = {"draft": q, "row": [[-1, 0]], "rule": rule}
+    out = run(q.expand(2, 3), [[9, 2]], z=0.2, **options)
+    assert (out.output_tokens[0, 0], out.status[0]) == (0, ZERO_Q)
+    # p is one-hot at an id that the draft law should have drawn: nothing else is left.
+    out = run(torch.tensor([[0.0, 0.0, 1.0]] * 2), [[9, 2]], z=0.2, **options)
+    assert out.output_tokens[0, 0] == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nan_probabilities_are_never_accepted(rule: str) -> None:
+    p = torch.full((3, 3), math.nan)
+    for row in (None, [[-1, 0, 1]]):
+        out = run(p, [[9, 0, 1]], draft=torch.full((2, 3), 1 / 3), row=row, u=0.0, rule=rule)
+        assert out.accepted_lens.tolist() == [0]
+        assert (out.output_tokens[0, 0], out.status[0]) == (PAD_TOKEN, INVALID_TARGET)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_mixed_batch_equals_each_request_alone_and_parameters_equal_laws(rule: str) -> None:
+    batch, nodes, vocab = 12, 4, 6
+    target, draft = torch.randn(batch * nodes, vocab), torch.randn(batch * nodes, vocab)
+    params = SamplingParams.make([0.0, 0.7, 1.5] * 4, [0, 3, 0] * 4, [1.0, 1.0, 0.8] * 4)
+    owner = torch.arange(batch).repeat_interleave(nodes)
+    law, draft_law = (reference.row_law(rows, params, owner) for rows in (target, draft))
+    row = torch.arange(batch * nodes).view(batch, nodes).roll(1, 1).int()
+    row[torch.rand(batch, nodes) < 0.3] = -1
+    whole = Draft(
+        torch.randint(vocab, (batch, nodes), dtype=torch.int32),
+        torch.randint(nodes + 1, (batch,)).int(),
+        logits=draft,
+        law=draft_law,
+        row=row,
+    )
+    target_row = torch.arange(batch * nodes).view(batch, nodes).int()
+    coins = torch.rand(batch, nodes, dtype=torch.float64) / 2
+    options: dict[str, Any] = {"rule": rule, "max_depth": 3}
+    out = reference.accept(whole, target, law, target_row, coins, coins[:, 0], **options)
+    fused = reference.accept(whole, target, params, target_row, coins, coins[:, 0], **options)
+    assert all(torch.equal(*pair) for pair in zip(out, fused, strict=True))
+    assert out.accepted_lens.unique().numel() > 2
+    for b in range(batch):
+        one = slice(b, b + 1)
+        alone = whole._replace(
+            tokens=whole.tokens[one], num_nodes=whole.num_nodes[one], row=row[one]
+        )
+        single = reference.accept(
+            alone, target, law, target_row[one], coins[one], coins[one, 0], **options
+        )
+        assert all(torch.equal(x, y[one]) for x, y in zip(single, out, strict=True))
+
+
+def test_accept_refuses_trees_and_unknown_rules_and_takes_empty_batches() -> None:
+    draft = Draft(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
+    rows, coins = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2, dtype=torch.float64)
+    arguments = torch.zeros(0, 5), None, rows, coins, coins[:, 0]
+    out = reference.accept(draft, *arguments, max_depth=1)
+    assert [list(field.shape) for field in out] == [[0, 2], [0], [0, 2], [0]]
+    with pytest.raises(ValueError, match="rule"):
+        reference.accept(draft, *arguments, rule="typical", max_depth=1)
+    tree = draft._replace(parents=rows)
+    with pytest.raises(NotImplementedError, match="trees"):
+        reference.accept(tree, *arguments, max_depth=1)
+    with pytest.raises(NotImplementedError, match="trees"):
+        reference.match(tree, rows, max_depth=1)
+
+
+def test_match_with_numbers() -> None:
+    tokens = torch.tensor([[9, 1, 2], [9, 1, 2], [9, 1, 2], [9, 1, -3], [9, 1, 2], [9, 1, 2]])
+    own = torch.tensor([[1, 2, 3], [1, 5, 6], [4, -1, -1], [1, 7, 8], [1, -1, 6], [1, 2, 3]])
+    num_nodes = torch.tensor([3, 3, 3, 3, 3, 0], dtype=torch.int32)
+    out = reference.match(Draft(tokens, num_nodes), own, max_depth=2)
+    assert out.output_tokens.tolist() == [
+        [1, 2, 3],
+        [1, 5, -1],
+        [4, -1, -1],
+        [1, 7, -1],
+        [1, -1, -1],
+        [-1, -1, -1],
+    ]
+    assert out.accepted_lens.tolist() == [2, 1, 0, 1, 1, 0]
+    assert out.path[:, 1].tolist() == [1, 1, -1, 1, 1, -1]
+    assert out.status.tolist() == [OK, OK, OK, INVALID_DRAFT, INVALID_TARGET, OK]
+    shallow = reference.match(Draft(tokens[:1], num_nodes[:1]), own[:1], max_depth=1)
+    assert shallow.output_tokens.tolist() == [[1, 2]]
