@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -99,6 +99,18 @@ def test_block_rule_accepts_more_in_the_published_example() -> None:
     assert measured(problem, "block").mean_accepted == pytest.approx(11 / 9, abs=1e-6)
 
 
+def test_b008_block_rule_has_its_own_test_and_residual() -> None:
+    def tables(target: Tensor, draft: Tensor) -> None:
+        target[0], target[1:3] = torch.tensor([0.3, 0.7]).log(), torch.tensor([0.8, 0.2]).log()
+        draft[0], draft[1:3] = torch.tensor([0.6, 0.4]).log(), torch.tensor([0.5, 0.5]).log()
+
+    problem = Problem("b008", 2, 2, as_probabilities=True, tables=tables)
+    token, block = (measured(problem, rule) for rule in RULES)
+    assert max(token.distance, block.distance) < 1e-12
+    assert token.mean_accepted == pytest.approx(0.7 + 0.7 * 0.7, abs=1e-6)
+    assert block.mean_accepted == pytest.approx(0.7 + 0.6 * 0.5 + 0.4 * 0.7, abs=1e-6)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("problem", [p for p in SUITE if "same-law" in p.name], ids=names)
 def test_a_draft_with_the_targets_law_is_always_accepted(problem: Problem, rule: str) -> None:
@@ -156,6 +168,7 @@ def test_accepted_and_recovered_mass_make_up_the_target(pair: tuple[Tensor, Tens
     )
 
 
+@settings(max_examples=40)
 @given(pairs, st.sampled_from(RULES))
 def test_one_draft_gives_the_targets_law(pair: tuple[Tensor, Tensor], rule: str) -> None:
     p, q = pair
