@@ -179,10 +179,7 @@ class Run:
             with self._watch.part("draft"):
                 draft = self._propose()
             with self._watch.part("verify"):
-                wanted = self.session is not None and self.session.wants_hidden
-                output = self._decoder.target.forward(
-                    draft.tokens, draft.num_nodes, self.cache, hidden=wanted
-                )
+                output = self._forward(draft)
             with self._watch.part("accept"):
                 result = self._verify(draft, output)
                 outcomes = self._read(draft, result)
@@ -247,6 +244,13 @@ class Run:
         nodes = needed_width(num_nodes, min(draft.tokens.shape[1], max(limits) + 1))
         row = None if draft.row is None else draft.row[:, :nodes]
         return draft._replace(tokens=draft.tokens[:, :nodes], num_nodes=num_nodes, row=row)
+
+    def _forward(self, draft: Draft) -> TargetOutput:
+        """Run the target; ids that it does not have are the verifier's matter, not the model's."""
+        target, session = self._decoder.target, self.session
+        tokens = draft.tokens.long().clamp(0, target.vocab_size - 1)
+        wanted = session is not None and session.wants_hidden
+        return target.forward(tokens, draft.num_nodes, self.cache, hidden=wanted)
 
     def _verify(self, draft: Draft, output: TargetOutput) -> Acceptance:
         state, logits = self.state, output.logits

@@ -102,7 +102,7 @@ class Target(Protocol):
 
         Args:
             tokens: `[batch, nodes] int64`, chains; node i stands at position context_lens[b] + i.
-                What stands behind `num_nodes` (usually `PAD_TOKEN`) is not read.
+                Ids below `vocab_size`, or `PAD_TOKEN` behind `num_nodes`.
             num_nodes: `[batch] int32`; 0 = absent request.
             cache: opened by this target.
             hidden: also return the last hidden states.
