@@ -187,11 +187,12 @@ def combine_tiles(tile_max, tile_sum, scale, axis: tl.constexpr):
     """Largest logit and `sum exp2((x - max) * scale)` of whole rows from their tile statistics.
 
     Missing tiles are (-inf, 0). `scale` is a scalar, or has `axis` with length 1.
+    Added in float64, so that every kernel finds the same float32 sum, whatever its layout.
     """
     row_max = tl.max(tile_max, axis)
     ref = tl.expand_dims(finite_or_zero(row_max), axis)
-    row_sum = tl.sum(tile_sum * tl.exp2((tile_max - ref) * scale), axis)
-    return row_max, row_sum
+    weighted = tile_sum * tl.exp2((tile_max - ref) * scale)
+    return row_max, tl.sum(weighted.to(tl.float64), axis).to(tl.float32)
 
 
 @triton.jit

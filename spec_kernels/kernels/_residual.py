@@ -1,0 +1,277 @@
+# ruff: noqa: N803, N806, RET505  (compile-time arguments are written in capitals; a return inside
+# a compile-time `if` needs its `else`)
+"""The residual of two rows: weights of ids, their sums over a tile, a draw from a tile.
+
+    weight(l) = exp2(l * scale - shift) * factor   if l >= cutoff, else 0        = a * p or q
+    residual  = (a p - q)+;  of a one-hot q: a p without its id
+
+`l * scale` alone may be in the thousands and the rounding error of `shift` with it; that error is
+the same for all ids of a row, so `factor` undoes it and one fused multiply-add an id is enough.
+
+Source:
+    VERIFICATION of drafts by residuals: Leviathan et al. 2023; inverse CDF in two levels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from spec_kernels.kernels._chain import draft_laws, log2_draft, read_laws
+from spec_kernels.kernels._device import (
+    LOG2E,
+    NEG_INF,
+    PAD_TOKEN,
+    find,
+    sum_tile,
+    take,
+    tile_offsets,
+)
+from spec_kernels.types import Law
+
+HUGE_EXPONENT = tl.constexpr(2.0**100)
+NOWHERE = tl.constexpr(-2)
+RUN = tl.constexpr(8)  # neighbouring ids of a lane when an unaligned tile is drawn from
+
+
+class Weight(NamedTuple):
+    """Constants that turn logits of a row into weights; a probability is multiplied by `scale`."""
+
+    scale: Any
+    shift: Any
+    cutoff: Any
+    factor: Any
+
+
+class Residual(NamedTuple):
+    """The two rows that meet at a node, ready to be weighed.
+
+    Attributes:
+        p_law, q_law: their laws; `p_law.status` is false for an invalid row.
+        p, q: constants of the weights `a * p` and `q`.
+        ratio: factor of q over factor of p.
+        p_row, q_row: pointers to the rows.
+        row: index of the draft row; -1 where q is fixed, or plays no part.
+        has_q: q is subtracted id by id.
+        one_hot: the only id of a one-hot q; its weight is 0. Else NOWHERE.
+        child: the draft token that was judged here; PAD_TOKEN at the end of the chain.
+    """
+
+    p_law: Any
+    q_law: Any
+    p: Any
+    q: Any
+    ratio: Any
+    p_row: Any
+    q_row: Any
+    row: Any
+    has_q: Any
+    one_hot: Any
+    child: Any
+
+
+@triton.jit
+def weight_of(law, log2_a, IS_LAW: tl.constexpr):
+    """Constants of the weights `a * p` of a row.
+
+    A row whose exponents leave the range of float32 has all its mass on its largest logit.
+    """
+    if IS_LAW:
+        scale = law.inv_temperature * LOG2E
+        peak = law.row_max.to(tl.float64) * scale
+        is_huge = tl.abs(peak) > HUGE_EXPONENT
+        scale = tl.where(is_huge, 0.0, scale)
+        cutoff = tl.where(is_huge, law.row_max, law.cutoff)
+        shift = tl.where(is_huge, 0.0, peak) + law.log_sum.to(tl.float64) * LOG2E - log2_a
+        rounded = shift.to(tl.float32)
+        return Weight(scale, rounded, cutoff, tl.exp2((rounded - shift).to(tl.float32)))
+    else:
+        return Weight(tl.exp2(log2_a).to(tl.float32), 0.0, NEG_INF, 1.0)
+
+
+@triton.jit
+def weigh(x, weight, IS_LAW: tl.constexpr, HAS_CUTOFF: tl.constexpr):
+    """Weights of logits, without the factor of the row."""
+    if IS_LAW:
+        w = tl.exp2(tl.fma(x, weight.scale, -weight.shift))
+        if HAS_CUTOFF:
+            w = tl.where(x >= weight.cutoff, w, 0.0)
+        return w
+    else:
+        return x * weight.scale
+
+
+@triton.jit
+def law_at(inputs, laws, slot, row, exists, node, SOURCE: tl.constexpr):
+    """Law of the target row at one node; `laws` are those of all nodes of the request."""
+    if SOURCE == "tiles":
+        row_max = take(laws.row_max, node)
+        log_sum = take(laws.log_sum, node)
+        valid = take(laws.status.to(tl.int32), node) > 0
+        argmax = take(laws.argmax, node)
+        return Law(laws.inv_temperature, NEG_INF, row_max, log_sum, argmax, valid)
+    elif SOURCE == "rows":
+        return read_laws(inputs.target_law, row, exists)
+    elif SOURCE == "slots":
+        return read_laws(inputs.target_law, slot, exists)
+    else:
+        return Law(1.0, NEG_INF, 0.0, 0.0, PAD_TOKEN, exists)
+
+
+@triton.jit
+def residual_at(inputs, laws, request, node, end, log2_a, sizes, SOURCE: tl.constexpr):
+    """Prepare `(a p - q)+` at a node, or plain `p` at the end of the chain."""
+    slot = request * sizes.nodes + node
+    row = tl.load(inputs.target_row + slot).to(tl.int64)
+    exists = (row >= 0) & (row < sizes.rows)
+    p_law = law_at(inputs, laws, slot, row, exists, node, SOURCE)
+    p = weight_of(p_law, log2_a, SOURCE != "probabilities")
+    p_row = inputs.target_logits + row * sizes.stride
+    rejects = node < end
+    child = tl.load(inputs.tokens + slot + 1, mask=rejects, other=PAD_TOKEN).to(tl.int64)
+    one_hot = tl.where(rejects, child, NOWHERE)
+    if inputs.draft_row is None:
+        return Residual(p_law, p_law, p, p, 1.0, p_row, p_row, -1, False, one_hot, child)
+    else:
+        row = tl.load(inputs.draft_row + slot + 1, mask=rejects, other=-1).to(tl.int64)
+        q_law = draft_laws(inputs, row, sizes)
+        q = weight_of(q_law, 0.0, inputs.draft_law is not None)
+        has_q = row >= 0
+        one_hot = tl.where(has_q, NOWHERE, one_hot)
+        if inputs.draft_law is not None:
+            is_one_hot = has_q & (q_law.inv_temperature == 0.0)
+            one_hot = tl.where(is_one_hot, q_law.argmax, one_hot)
+            if inputs.draft_column is None:  # else the argmax is a column, whose id isn't known
+                has_q = has_q & ~is_one_hot
+        q_row = inputs.draft_logits + row * sizes.draft_stride
+        ratio = q.factor / p.factor
+        return Residual(p_law, q_law, p, q, ratio, p_row, q_row, row, has_q, one_hot, child)
+
+
+@triton.jit
+def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOFF: tl.constexpr):
+    """q of some ids, without its factor."""
+    IS_LAW: tl.constexpr = inputs.draft_law is not None
+    OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
+    if inputs.draft_column is not None:
+        column = tl.load(inputs.draft_column + ids, mask=ids < sizes.vocab, other=-1)
+        known = (column >= 0) & (column < sizes.draft_vocab)
+        x = tl.load(rows.q_row + column, mask=known, other=OTHER)
+        q = weigh(x.to(tl.float32), rows.q, IS_LAW, True)
+        if IS_LAW:
+            hot = tl.where(column == one_hot, 1.0 / rows.ratio, 0.0)
+            q = tl.where(rows.q_law.inv_temperature == 0.0, hot, q)
+        return q
+    else:
+        if FULL:
+            x = tl.load(rows.q_row + ids)
+        else:
+            known = ids < tl.minimum(sizes.vocab, sizes.draft_vocab)
+            x = tl.load(rows.q_row + ids, mask=known, other=OTHER)
+        return weigh(x.to(tl.float32), rows.q, IS_LAW, HAS_CUTOFF)
+
+
+@triton.jit
+def weigh_ids(
+    inputs,
+    ids,
+    rows,
+    one_hot,
+    sizes,
+    SOURCE: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    FULL: tl.constexpr,  # all ids lie inside both rows
+    HAS_CUTOFF: tl.constexpr,
+):
+    """`a p` of some ids and its residual, both without the factor of p."""
+    IS_LAW: tl.constexpr = SOURCE != "probabilities"
+    OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
+    if FULL:
+        x = tl.load(rows.p_row + ids)
+    else:
+        x = tl.load(rows.p_row + ids, mask=ids < sizes.vocab, other=OTHER)
+    p = weigh(x.to(tl.float32), rows.p, IS_LAW, HAS_CUTOFF)
+    if HAS_Q:
+        q = weigh_draft(inputs, ids, rows, one_hot, sizes, FULL, HAS_CUTOFF)
+        return p, tl.maximum(tl.fma(q, -rows.ratio, p), 0.0)
+    else:
+        return p, tl.where(ids == one_hot, 0.0, p)
+
+
+@triton.jit
+def sum_weights(
+    inputs, first, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Sums of `a p` and of its residual over a tile.
+
+    Tiles inside the rows, and laws without cutoffs, have paths of their own: they are the rule.
+    """
+    ids = first + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+    width = sizes.vocab
+    cuts = rows.p.cutoff > NEG_INF
+    if HAS_Q:
+        width = tl.minimum(sizes.vocab, sizes.draft_vocab)
+        cuts = cuts | (rows.q.cutoff > NEG_INF)
+    if first + SHAPE[0] * SHAPE[1] * SHAPE[2] > width:
+        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+        plain, residual = sum_tile(p), sum_tile(r)
+    elif cuts:
+        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, True)
+        plain, residual = sum_tile(p), sum_tile(r)
+    else:
+        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, False)
+        plain, residual = sum_tile(p), sum_tile(r)
+    return plain * rows.p.factor, residual * rows.p.factor
+
+
+@triton.jit
+def mass_of_tile(inputs, slot, tile, rows, log2_a, sizes):
+    """Sum of `a p` over a tile, from its statistics."""
+    place = slot * sizes.tiles + tile
+    largest = tl.load(inputs.target_law.largest + place)
+    total = tl.load(inputs.target_law.total + place)
+    law = rows.p_law
+    log2_peak = (largest - law.row_max) * (law.inv_temperature * LOG2E) - law.log_sum * LOG2E
+    return total * tl.exp2(log2_peak + log2_a.to(tl.float32))
+
+
+@triton.jit
+def mass_at_argmax(inputs, rows, log2_a, sizes):
+    """Sum of the residual where p is one-hot: `(a - q)+` at its argmax."""
+    argmax = rows.p_law.argmax
+    q = tl.where(rows.one_hot == argmax, 1.0, 0.0).to(tl.float64)
+    if inputs.draft_row is not None:
+        sampled = rows.row >= 0
+        log_q = log2_draft(inputs, argmax, rows.row, rows.q_law, sampled, sizes)
+        q = tl.where(sampled, tl.exp2(log_q), q)
+    return tl.maximum(tl.exp2(log2_a) - q, 0.0).to(tl.float32)
+
+
+@triton.jit
+def draw_id(
+    inputs, first, fraction, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Inverse CDF inside a tile, in id order: a lane's run of ids, then one of them.
+
+    Unaligned tiles are read in coalesced spans first: long runs per lane would need a load an id.
+    """
+    LANES: tl.constexpr = SHAPE[1]
+    EACH: tl.constexpr = SHAPE[0] * SHAPE[2] if SHAPE[2] > 1 else RUN
+    SPANS: tl.constexpr = SHAPE[0] * SHAPE[2] // EACH
+    if SPANS > 1:
+        ids = first + tile_offsets(SPANS, EACH, LANES)
+        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+        place, fraction = find(tl.sum(tl.sum(w, 1), 1), fraction)
+        first += place * (LANES * EACH)
+    ids = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+    place, fraction = find(tl.sum(w, 1), fraction)
+    first += place * EACH
+    ids = first + tl.arange(0, EACH)
+    _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+    place, _ = find(w, fraction)
+    return first + place
