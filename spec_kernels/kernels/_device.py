@@ -141,18 +141,18 @@ def load_tile(
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    FULL: tl.constexpr,
 ):
     """Read the ids `first ..` of a row as float32; `other` stands behind the end of the row.
 
-    FULL: the whole tile lies inside the row. A masked load is narrow unless the compiler can
-    divide the bound, so full tiles have their own branch: `if first + TILE <= vocab`.
+    A masked load is narrow unless the compiler can divide the bound, so tiles inside the row are
+    read without a mask.
     """
     offs = first + tile_offsets(CHUNKS, LANES, WIDTH)
-    if FULL:
-        return tl.load(row_ptr + offs).to(tl.float32)
-    else:  # noqa: RET505  (the compiler needs both arms)
-        return tl.load(row_ptr + offs, mask=offs < vocab, other=other).to(tl.float32)
+    if first + CHUNKS * LANES * WIDTH <= vocab:
+        x = tl.load(row_ptr + offs)
+    else:
+        x = tl.load(row_ptr + offs, mask=offs < vocab, other=other)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def first_argmax(
     index = tl.arange(0, tile_max.shape[0])
     tile = tl.min(tl.where(tile_max == row_max, index, tile_max.shape[0] - 1), 0)
     first = tile * TILE
-    x = load_tile(row_ptr, first, vocab, NEG_INF, CHUNKS, LANES, WIDTH, False)
+    x = load_tile(row_ptr, first, vocab, NEG_INF, CHUNKS, LANES, WIDTH)
     place = tl.where(x == row_max, tile_offsets(CHUNKS, LANES, WIDTH), TILE)
     return first + tl.min(tl.min(tl.min(place, 2), 0), 0)
 

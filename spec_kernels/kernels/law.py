@@ -67,8 +67,14 @@ def is_sampled(temperature):
 
 @triton.jit
 def invert_temperature(temperature):
-    """1 / temperature, correctly rounded; 1 where the row isn't sampled."""
-    return tl.div_rn(1.0, tl.where(is_sampled(temperature), temperature, 1.0))
+    """1 / temperature, and 1 where the row isn't sampled.
+
+    One Newton step makes up for the approximate division; the exact one calls a subroutine, for
+    which every kernel would save registers.
+    """
+    divisor = tl.where(is_sampled(temperature), temperature, 1.0)
+    inverse = 1.0 / divisor
+    return tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
 
 
 @triton.jit
@@ -130,13 +136,8 @@ def tile_stats_kernel(
 
     scale = invert_temperature(tl.load(temperature_ptr + request)) * LOG2E
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride_row
-    first = tile * TILE
-    if first + TILE <= vocab:
-        x = load_tile(row_ptr, first, vocab, NEG_INF, CHUNKS, LANES, WIDTH, True)
-        tile_max, tile_sum, lane_max = measure_tile(x, scale)
-    else:
-        x = load_tile(row_ptr, first, vocab, NEG_INF, CHUNKS, LANES, WIDTH, False)
-        tile_max, tile_sum, lane_max = measure_tile(x, scale)
+    x = load_tile(row_ptr, tile * TILE, vocab, NEG_INF, CHUNKS, LANES, WIDTH)
+    tile_max, tile_sum, lane_max = measure_tile(x, scale)
 
     place = slot.to(tl.int64) * tl.num_programs(1) + tile
     tl.store(tile_max_ptr + place, tile_max)
@@ -219,25 +220,14 @@ def load_candidates(
     WIDTH: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Logits of FEW listed groups: `[FEW, CHUNKS * WIDTH]`, -inf behind the end."""
+    """Logits of FEW listed groups: `[CHUNKS, FEW, WIDTH]`, -inf behind the end."""
     place = start + tl.arange(0, FEW)
     group = tl.load(list_ptr + place, mask=place < count, other=0)
-    member = tl.arange(0, CHUNKS * WIDTH)
-    within = member // WIDTH * (LANES * WIDTH) + member % WIDTH
     first = group // LANES * (CHUNKS * LANES * WIDTH) + group % LANES * WIDTH
-    ids = first[:, None] + within[None, :]
-    mask = (place < count)[:, None] & (ids < vocab)
+    chunk = tl.arange(0, CHUNKS) * (LANES * WIDTH)
+    ids = first[None, :, None] + chunk[:, None, None] + tl.arange(0, WIDTH)[None, None, :]
+    mask = (place < count)[None, :, None] & (ids < vocab)
     return tl.load(row_ptr + ids, mask=mask, other=NEG_INF).to(tl.float32)
-
-
-@triton.jit
-def measure_kept(x, weights, bound):
-    """Number, mass and smallest of the elements of a 2-D block that are >= bound."""
-    kept = x >= bound
-    count = tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
-    mass = tl.sum(tl.sum(tl.where(kept, weights, 0.0), 1), 0)
-    smallest = tl.min(tl.min(tl.where(kept, x, INF), 1), 0)
-    return count, mass, smallest
 
 
 @triton.jit
@@ -255,59 +245,41 @@ def measure_candidates(
     WIDTH: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Number, mass and smallest of the candidates that are >= bound."""
-    count, mass, smallest = measure_kept(x, tl.exp2((x - row_max) * scale), bound)
+    """Number and mass of the candidates that are >= bound."""
+    count = tl.sum((x >= bound).to(tl.int32))
+    mass = tl.sum(tl.where(x >= bound, tl.exp2((x - row_max) * scale), 0.0))
     for start in range(FEW, listed, FEW):
         more = load_candidates(row_ptr, list_ptr, start, listed, vocab, CHUNKS, LANES, WIDTH, FEW)
-        some = measure_kept(more, tl.exp2((more - row_max) * scale), bound)
-        count += some[0]
-        mass += some[1]
-        smallest = tl.minimum(smallest, some[2])
-    return count, mass, smallest
+        count += tl.sum((more >= bound).to(tl.int32))
+        mass += tl.sum(tl.where(more >= bound, tl.exp2((more - row_max) * scale), 0.0))
+    return count, mass
 
 
 @triton.jit
-def bisect_candidates(
+def finish_candidates(
     x,  # the first block, held in registers
     row_ptr,
     list_ptr,
     listed,
-    low_bound,
-    want,  # a count, or a mass
+    bound,
+    least,
     row_max,
     scale,
     vocab,
-    BY_MASS: tl.constexpr,
-    SHIFT: tl.constexpr,
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The largest bound that leaves `want` of the candidates, given that `low_bound` does.
-
-    Returns the candidate just at or above that bound: the cutoff, and the mass that it keeps.
-    The search ends when no key, or only one candidate, is left between the bounds.
-    """
-    low = order_key(low_bound) >> SHIFT
-    high = order_key(row_max) >> SHIFT
-    above_low = 2147483647
-    above_high = 0
-    while (low < high) & (above_low - above_high > 1):
-        middle, bound = halve(low, high, SHIFT)
-        count, mass, _ = measure_candidates(
-            x, row_ptr, list_ptr, listed, bound, row_max, scale, vocab, CHUNKS, LANES, WIDTH, FEW
-        )
-        enough = mass >= want if BY_MASS else count >= want
-        low = tl.where(enough, middle, low)
-        above_low = tl.where(enough, count, above_low)
-        high = tl.where(enough, high, middle - 1)
-        above_high = tl.where(enough, above_high, count)
-    bound = order_unkey(low << SHIFT)
-    _, mass, cutoff = measure_candidates(
-        x, row_ptr, list_ptr, listed, bound, row_max, scale, vocab, CHUNKS, LANES, WIDTH, FEW
-    )
-    return cutoff, mass
+    """Smallest candidate >= bound, and the mass of those that are also >= least."""
+    both = tl.maximum(bound, least)
+    smallest = tl.min(tl.where(x >= bound, x, INF))
+    mass = tl.sum(tl.where(x >= both, tl.exp2((x - row_max) * scale), 0.0))
+    for start in range(FEW, listed, FEW):
+        more = load_candidates(row_ptr, list_ptr, start, listed, vocab, CHUNKS, LANES, WIDTH, FEW)
+        smallest = tl.minimum(smallest, tl.min(tl.where(more >= bound, more, INF)))
+        mass += tl.sum(tl.where(more >= both, tl.exp2((more - row_max) * scale), 0.0))
+    return smallest, mass
 
 
 @triton.jit
@@ -318,6 +290,7 @@ def search_cutoff(
     groups,
     top_k,  # off unless 0 < top_k < vocab
     top_p,  # off unless < 1
+    least,  # the bound of min-p, -inf if off
     row_max,
     row_sum,
     scale,
@@ -329,44 +302,63 @@ def search_cutoff(
     FEW: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
 ):
-    """Cutoff of top-k, then top-p; one of them is on. Lists every group that holds a kept id.
+    """Cutoff and kept mass of a row with a filter.
 
-    Without top-k the number of groups that top-p needs is unknown: few at first, then four times
-    as many until their mass suffices.
+    Stage 0 is top-k, stage 1 top-p: bisection between a bound that keeps enough and the largest
+    logit, until no float or only one candidate is left between the two. Without top-k the number
+    of groups that top-p needs is unknown: few at first, then four times as many.
     """
     by_count = (top_k > 0) & (top_k < vocab)
+    by_mass = top_p < 1.0
+    share = top_p * (1.0 - TOP_P_SLACK)
     want = tl.where(by_count, top_k, FEW // 2)
-    cutoff = tl.full((), NEG_INF, tl.float32)
-    listed = 0
+    cutoff = least
+    mass = row_sum
     searching = True
     while searching:
-        bound = tl.full((), NEG_INF, tl.float32)
-        if want <= groups:
-            bound = bound_groups(group_ptr, groups, want, row_max, SHIFT, GROUP_BLOCK, FEW)
+        bound = least
+        if by_count | by_mass:
+            bound = tl.full((), NEG_INF, tl.float32)
+            if want <= groups:
+                bound = bound_groups(group_ptr, groups, want, row_max, SHIFT, GROUP_BLOCK, FEW)
         listed = list_groups(list_ptr, group_ptr, groups, bound, GROUP_BLOCK)
         x = load_candidates(row_ptr, list_ptr, 0, listed, vocab, CHUNKS, LANES, WIDTH, FEW)
-        if by_count:
-            cutoff, mass = bisect_candidates(
-                x, row_ptr, list_ptr, listed, bound, top_k, row_max, scale, vocab,
-                False, SHIFT, CHUNKS, LANES, WIDTH, FEW,
-            )  # fmt: skip
-            whole = mass
-        else:
-            cutoff = bound
-            _, mass, _ = measure_candidates(
-                x, row_ptr, list_ptr, listed, bound, row_max, scale, vocab,
+        count, mass = measure_candidates(
+            x, row_ptr, list_ptr, listed, bound, row_max, scale, vocab, CHUNKS, LANES, WIDTH, FEW
+        )
+        searching = by_mass & (not by_count) & (mass < share * row_sum) & (bound > NEG_INF)
+        want *= 4
+        if not searching:
+            low = order_key(bound) >> SHIFT
+            whole = tl.where(by_count, mass, row_sum)
+            for stage in range(2):
+                want_count = tl.where(stage == 0, top_k, 0)
+                want_mass = tl.where(stage == 0, 0.0, share * whole)
+                high = order_key(row_max) >> SHIFT
+                high = tl.where(tl.where(stage == 0, by_count, by_mass), high, low)
+                above = 0
+                while (low < high) & (count - above > 1):
+                    middle, probe = halve(low, high, SHIFT)
+                    reached, weight = measure_candidates(
+                        x, row_ptr, list_ptr, listed, probe, row_max, scale, vocab,
+                        CHUNKS, LANES, WIDTH, FEW,
+                    )  # fmt: skip
+                    enough = (reached >= want_count) & (weight >= want_mass)
+                    low = tl.where(enough, middle, low)
+                    count = tl.where(enough, reached, count)
+                    mass = tl.where(enough, weight, mass)
+                    high = tl.where(enough, high, middle - 1)
+                    above = tl.where(enough, above, reached)
+                whole = tl.where(by_count, mass, row_sum)
+            if by_count | by_mass:
+                bound = order_unkey(low << SHIFT)
+            smallest, mass = finish_candidates(
+                x, row_ptr, list_ptr, listed, bound, least, row_max, scale, vocab,
                 CHUNKS, LANES, WIDTH, FEW,
             )  # fmt: skip
-            whole = row_sum
-        enough = top_p * (1.0 - TOP_P_SLACK) * whole
-        searching = (mass < enough) & (bound > NEG_INF)
-        if (top_p < 1.0) & (not searching):
-            cutoff, _ = bisect_candidates(
-                x, row_ptr, list_ptr, listed, cutoff, enough, row_max, scale, vocab,
-                True, SHIFT, CHUNKS, LANES, WIDTH, FEW,
-            )  # fmt: skip
-        want *= 4
-    return cutoff, listed
+            if by_count | by_mass:
+                cutoff = tl.maximum(smallest, least)
+    return cutoff, mass
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "nodes"])
@@ -445,24 +437,15 @@ def find_cutoff_kernel(
             cutoff = tl.full((), NEG_INF, tl.float32)
             if group_max_ptr is not None:
                 groups = tiles * LANES
-                group_ptr = group_max_ptr + slot.to(tl.int64) * groups
-                row_list_ptr = list_ptr + slot.to(tl.int64) * groups
-                listed = 0
-                if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0):
-                    cutoff, listed = search_cutoff(
-                        row_ptr, row_list_ptr, group_ptr, groups, top_k, top_p, row_max, mass,
-                        scale, vocab, SHIFT, CHUNKS, LANES, WIDTH, FEW, GROUP_BLOCK,
-                    )  # fmt: skip
+                start = slot.to(tl.int64) * groups
+                least = tl.full((), NEG_INF, tl.float32)
                 if min_p > 0.0:
-                    cutoff = tl.maximum(cutoff, row_max + temperature * tl.log(min_p))
-                    listed = list_groups(row_list_ptr, group_ptr, groups, cutoff, GROUP_BLOCK)
-                if listed > 0:
-                    x = load_candidates(
-                        row_ptr, row_list_ptr, 0, listed, vocab, CHUNKS, LANES, WIDTH, FEW
-                    )
-                    _, mass, _ = measure_candidates(
-                        x, row_ptr, row_list_ptr, listed, cutoff, row_max, scale, vocab,
-                        CHUNKS, LANES, WIDTH, FEW,
+                    least = row_max + temperature * tl.log(min_p)
+                if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0):
+                    cutoff, mass = search_cutoff(
+                        row_ptr, list_ptr + start, group_max_ptr + start, groups, top_k, top_p,
+                        least, row_max, mass, scale, vocab,
+                        SHIFT, CHUNKS, LANES, WIDTH, FEW, GROUP_BLOCK,
                     )  # fmt: skip
             log_sum = tl.log(mass)
 
