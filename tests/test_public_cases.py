@@ -421,6 +421,13 @@ def test_tiny_temperature_is_the_argmax(
     assert ops.sample(rows, law, noise=(seeds, seeds)).tolist() == [[1]] * 10
 
 
+def test_bounds_of_the_temperature_are_inside(ops: Any) -> None:
+    params = SamplingParams.make([1e-5, 9e-6, 1e30])
+    law = ops.row_law(torch.ones(3, 2), params, torch.arange(3, dtype=torch.int32))
+    assert law.status.tolist() == [OK] * 3
+    assert law.inv_temperature.tolist() == pytest.approx([1e5, 0.0, 1e-30])
+
+
 # The ends of coins and noise, filters
 
 
