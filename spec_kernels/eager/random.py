@@ -126,22 +126,30 @@ def exponential(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return _variate(words.gather(0, lane[None])[0])
 
 
-def exponential_row(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Return `exponential` for the ids 0 .. vocab - 1, at one Philox call per four ids.
+def exponential_rows(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Return `exponential` of the ids 0 .. vocab - 1 in every row, at a Philox call per four ids.
+
+    Args:
+        seeds, positions: `[rows] int64`.
+        vocab: number of ids.
+
+    Returns:
+        `[rows, vocab] float32`.
 
     Example:
-        >>> seed, position = torch.tensor(7), torch.tensor(5)
-        >>> every_id = exponential(seed, position, torch.arange(10))
-        >>> bool((exponential_row(seed, position, 10) == every_id).all())
+        >>> seeds, positions = torch.tensor([7, 8]), torch.tensor([5, 5])
+        >>> every_id = exponential(seeds[:, None], positions[:, None], torch.arange(10))
+        >>> bool((exponential_rows(seeds, positions, 10) == every_id).all())
         True
     """
-    blocks = torch.arange((vocab + 3) // 4, device=seed.device)
-    words = _philox(seed, position, blocks, torch.tensor(COUPLED << 24, device=seed.device))
-    return _variate(words.T.flatten()[:vocab])
+    fourth = torch.tensor(COUPLED << 24, device=seeds.device)
+    blocks = torch.arange((vocab + 3) // 4, device=seeds.device)
+    words = _philox(seeds[:, None], positions[:, None], blocks, fourth)
+    return _variate(words.permute(1, 2, 0).flatten(1)[:, :vocab])
 
 
 def _variate(words: Tensor) -> Tensor:
     """Map uniform words to exponential variates, each half by the logarithm exact at its end."""
-    is_low = words < 2**31
-    distance = torch.where(is_low, words, _MASK - words).float().add_(0.5).mul_(2.0**-32)
-    return torch.where(is_low, -torch.log1p(-distance), -torch.log(distance))
+    distance = torch.minimum(words, _MASK - words).float().add_(0.5).mul_(2.0**-32)
+    high = torch.log(distance)
+    return torch.where(words < 2**31, torch.log1p(distance.neg_()), high).neg_()

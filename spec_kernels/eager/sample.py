@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from spec_kernels.eager._rows import TILE, RowLaw, first_argmax, tile_sums
 from spec_kernels.eager.law import RowReader
-from spec_kernels.eager.random import exponential, exponential_row
+from spec_kernels.eager.random import exponential, exponential_rows
 from spec_kernels.types import OK, PAD_TOKEN, Law
+
+NOISE_BLOCK: Final = 2**15
+"""Ids whose noise is made at once."""
 
 
 def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
@@ -37,24 +41,45 @@ def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
     total = cumulative[-1]
     if not 0.0 < total < math.inf:
         return PAD_TOKEN
-    tile = min(bisect_right(cumulative, coin * total), len(cumulative) - 1)
+    target = max(coin, 0.0) * total
+    tile = min(bisect_right(cumulative, target), bisect_left(cumulative, total))
     before = cumulative[tile - 1] if tile else 0.0
     start = tile * TILE
     steps = list(accumulate(weights[start : start + TILE].tolist()))
     # The part of the tile that lies below the coin, in the tile's own sum.
-    part = (coin * total - before) / (cumulative[tile] - before)
-    place = bisect_right(steps, part * steps[-1])
-    return start + min(place, bisect_left(steps, steps[-1]))
+    part = (target - before) / (cumulative[tile] - before)
+    return start + min(bisect_right(steps, part * steps[-1]), bisect_left(steps, steps[-1]))
 
 
-def _race(reader: RowReader, row: int, law: RowLaw, seed: Tensor, position: Tensor) -> int:
+class _Noise:
+    """The coupled noise of every row, for as many rows at once as fit in `NOISE_BLOCK` ids."""
+
+    def __init__(self, seeds: Tensor, positions: Tensor, vocab: int) -> None:
+        self._seeds, self._positions, self._vocab = seeds, positions, vocab
+        self._rows = max(1, NOISE_BLOCK // vocab)
+        self._start, self._block = -1, torch.empty(0)
+
+    def at(self, row: int, ids: Tensor | None) -> Tensor:
+        """Return the noise of a row, at every id or at the ones given."""
+        if ids is not None and self._rows == 1:
+            return exponential(self._seeds[row], self._positions[row], ids)
+        start = row // self._rows * self._rows
+        if start != self._start:
+            rows = slice(start, start + self._rows)
+            self._start = start
+            self._block = exponential_rows(self._seeds[rows], self._positions[rows], self._vocab)
+        noise = self._block[row - start]
+        return noise if ids is None else noise[ids]
+
+
+def _race(reader: RowReader, row: int, law: RowLaw, noise: _Noise) -> int:
     """Return the id with the largest `weight / E`: that of `log p + g`, the first in a tie."""
     ids, mass = reader.weights(row, law)
-    if ids is not None:
-        return int(ids[first_argmax(mass / exponential(seed, position, ids))])
-    if not bool((mass > 0).any()):
+    arrivals = mass / noise.at(row, ids)
+    if not float(arrivals.amax()) > 0.0:
         return PAD_TOKEN
-    return first_argmax(mass / exponential_row(seed, position, reader.vocab))
+    first = first_argmax(arrivals)
+    return first if ids is None else int(ids[first])
 
 
 def sample(
@@ -96,6 +121,7 @@ def sample(
         raise ValueError("exactly one of coins and noise must be given")
     reader = RowReader(logits, law)
     given = [] if coins is None else coins.tolist()
+    race = None if noise is None else _Noise(*noise, reader.vocab)
     tokens = [PAD_TOKEN] * reader.rows
     for row in range(reader.rows):
         row_law = reader.law(row)
@@ -103,8 +129,8 @@ def sample(
             continue
         if row_law.inv_temperature == 0.0:
             tokens[row] = row_law.argmax
-        elif noise is not None:
-            tokens[row] = _race(reader, row, row_law, noise[0][row], noise[1][row])
+        elif race is not None:
+            tokens[row] = _race(reader, row, row_law, race)
         else:
             ids, mass = reader.weights(row, row_law)
             place = draw(given[row], mass)

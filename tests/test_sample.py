@@ -1,0 +1,206 @@
+"""Contract of `sample`: every layer draws what the oracle draws, in any memory layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest, chisquare
+from torch import Tensor
+
+from spec_kernels import reference
+from spec_kernels.types import INVALID_TARGET, PAD_TOKEN, Law, SamplingParams
+from tests.cases import (
+    LAST_COIN,
+    LAYOUTS,
+    assert_tokens,
+    float32_law,
+    lay_out,
+    random_params,
+)
+from tests.layers import FAST_LAYERS, LAYERS, layer
+
+every_layer = pytest.mark.parametrize("name", LAYERS)
+fast_layers = pytest.mark.parametrize("name", FAST_LAYERS)
+
+
+def make_rows(
+    rows: int, vocab: int, dtype: torch.dtype = torch.float32, filters: str = "all"
+) -> tuple[Tensor, Law]:
+    """Return random logits and their laws, every row with its own parameters."""
+    generator = torch.Generator().manual_seed(rows + vocab)
+    logits = (torch.randn(rows, vocab, generator=generator) * 2.5).to(dtype)
+    params = random_params(rows, filters, generator)
+    owner = torch.arange(rows, dtype=torch.int32)
+    return logits, float32_law(reference.row_law(logits, params, owner))
+
+
+def make_coins(rows: int) -> Tensor:
+    """Return random coins, with both ends among them."""
+    coins = torch.rand(rows, dtype=torch.float64)
+    coins[:1], coins[1:2] = 0.0, LAST_COIN
+    return coins
+
+
+def assert_noise_tokens(tokens: Tensor, logits: Tensor, law: Law | None, noise: Any) -> None:
+    """Compare with the oracle's race: the same id, or one that arrives within rounding of it."""
+    expected = reference.sample(logits, law, noise=noise)
+    for row in (tokens != expected).nonzero()[:, 0].tolist():
+        p = reference.law.probabilities(logits, law, row)
+        ids = torch.arange(p.numel())
+        arrival = reference.random.exponential(noise[0][row], noise[1][row], ids).log() - p.log()
+        late = float(arrival[tokens[row, 0]] - arrival.min())
+        assert late < 1e-6 * (1.0 - float(p[tokens[row, 0]].log())), (row, late)
+
+
+@every_layer
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype", "filters"),
+    [
+        (0, 7, torch.float32, "none"),
+        (1, 1, torch.float32, "none"),
+        (17, 7, torch.float32, "all"),
+        (17, 257, torch.bfloat16, "all"),
+        (6, 1000, torch.float16, "none"),
+        (6, 4097, torch.float32, "all"),
+        (6, 32000, torch.float32, "none"),
+        (3, 128256, torch.bfloat16, "none"),
+        (3, 128257, torch.float32, "all"),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_draws_equal_the_oracles(
+    name: str, rows: int, vocab: int, dtype: torch.dtype, filters: str
+) -> None:
+    logits, law = make_rows(rows, vocab, dtype, filters)
+    coins = make_coins(rows)
+    assert_tokens(layer(name).sample(logits, law, coins=coins), logits, law, coins)
+    noise = (torch.arange(rows) - 3, torch.arange(rows) * 2**31)
+    assert_noise_tokens(layer(name).sample(logits, law, noise=noise), logits, law, noise)
+
+
+@every_layer
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_layout_does_not_matter(name: str, layout: str, dtype: torch.dtype) -> None:
+    logits, law = make_rows(9, 257, dtype)
+    coins, noise = make_coins(9), (torch.arange(9), torch.arange(9))
+    laid = lay_out(logits, layout)
+    ops = layer(name)
+    assert torch.equal(ops.sample(laid, law, coins=coins), ops.sample(logits, law, coins=coins))
+    assert torch.equal(ops.sample(laid, law, noise=noise), ops.sample(logits, law, noise=noise))
+
+
+@every_layer
+def test_expanded_rows_and_strided_coins_are_read_in_place(name: str) -> None:
+    logits, law = make_rows(1, 257, filters="none")
+    many = Law(*(field.expand(8) for field in law))
+    coins = torch.rand(8, 3, dtype=torch.float64)[:, 1]
+    tokens = layer(name).sample(logits.expand(8, 257), many, coins=coins)
+    assert_tokens(tokens, logits.repeat(8, 1), Law(*(f.repeat(8) for f in law)), coins)
+
+
+@every_layer
+def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
+    logits, law = make_rows(12, 1000)
+    coins, noise = make_coins(12), (torch.arange(12) + 5, torch.arange(12))
+    ops, order = layer(name), torch.randperm(12)
+    by_coin, by_noise = ops.sample(logits, law, coins=coins), ops.sample(logits, law, noise=noise)
+    moved = Law(*(field[order] for field in law))
+    assert torch.equal(ops.sample(logits[order], moved, coins=coins[order]), by_coin[order])
+    shuffled = (noise[0][order], noise[1][order])
+    assert torch.equal(ops.sample(logits[order], moved, noise=shuffled), by_noise[order])
+    alone = Law(*(field[4:5] for field in law))
+    assert torch.equal(ops.sample(logits[4:5], alone, coins=coins[4:5]), by_coin[4:5])
+
+
+@every_layer
+def test_probabilities_need_no_law(name: str) -> None:
+    p = make_rows(9, 257)[0].softmax(1)
+    p[2, :200] = 0.0
+    p[3] = 0.0
+    p[3, 256] = 1.0
+    coins, noise = make_coins(9), (torch.arange(9), torch.arange(9))
+    assert_tokens(layer(name).sample(p, None, coins=coins), p, None, coins)
+    assert_noise_tokens(layer(name).sample(p, None, noise=noise), p, None, noise)
+
+
+@every_layer
+def test_coins_at_boundaries(name: str) -> None:
+    """An id of weight 0 is never drawn, a boundary belongs to the next positive id, and the last
+    coin gives the last positive id."""
+    p = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0])
+    coins = torch.tensor([0.0, 0.25, 0.5, 0.75, LAST_COIN], dtype=torch.float64)
+    tokens = layer(name).sample(p.expand(5, 7), None, coins=coins)
+    assert tokens[:, 0].tolist() == [1, 3, 3, 4, 4]
+    wide = torch.zeros(2, 5000)
+    wide[:, 1023], wide[:, 1024] = 0.5, 0.5
+    tokens = layer(name).sample(wide, None, coins=coins[[2, 4]])
+    assert tokens[:, 0].tolist() == [1024, 1024]
+
+
+@every_layer
+def test_invalid_and_greedy_rows(name: str) -> None:
+    """Invalid rows give `PAD_TOKEN`; greedy ones the law's argmax, whatever the coin."""
+    logits, law = make_rows(6, 257, filters="none")
+    status = law.status.clone()
+    status[[0, 3]] = INVALID_TARGET
+    inverse = law.inv_temperature.clone()
+    inverse[:] = 0.0
+    law = law._replace(status=status, inv_temperature=inverse)
+    argmax = law.argmax.clone()
+    argmax[[0, 3]] = PAD_TOKEN
+    for random in ({"coins": make_coins(6)}, {"noise": (torch.arange(6), torch.arange(6))}):
+        assert torch.equal(layer(name).sample(logits, law, **random)[:, 0], argmax)
+
+
+@every_layer
+def test_wrong_arguments_are_refused(name: str) -> None:
+    logits, law = make_rows(2, 7)
+    coins, noise = make_coins(2), (torch.arange(2), torch.arange(2))
+    with pytest.raises(NotImplementedError, match="k > 1"):
+        layer(name).sample(logits, law, coins=coins, k=2)
+    with pytest.raises(ValueError, match="exactly one"):
+        layer(name).sample(logits, law)
+    with pytest.raises(ValueError, match="exactly one"):
+        layer(name).sample(logits, law, coins=coins, noise=noise)
+
+
+@fast_layers
+@pytest.mark.parametrize("way", ["coins", "noise"])
+def test_draws_follow_the_law(name: str, way: str) -> None:
+    """Chi-square over 3000 draws with fixed seeds, filtered and plain."""
+    rows, vocab = 3000, 6
+    logits = torch.tensor([0.5, 1.0, -1.0, 2.0, 0.0, -2.0]).expand(rows, vocab)
+    for params in (SamplingParams.make(0.8), SamplingParams.make(1.2, top_k=3)):
+        owner = torch.zeros(1, dtype=torch.int32)
+        law = reference.row_law(logits[:1], params, owner)
+        p = reference.law.probabilities(logits, law, 0)
+        many = Law(*(field.expand(rows) for field in float32_law(law)))
+        positions, seeds = torch.arange(rows), torch.full((rows,), 11)
+        random: dict[str, Any] = {"noise": (seeds, positions)}
+        if way == "coins":
+            random = {"coins": reference.coins(seeds, positions, 1)[1]}
+        tokens = layer(name).sample(logits, many, **random)[:, 0]
+        counts = tokens.bincount(minlength=vocab)
+        assert not bool(counts[p == 0].any())
+        kept = p > 0
+        assert chisquare(counts[kept], (p[kept] * rows).numpy()).pvalue > 1e-6
+
+
+def test_coupled_noise_keeps_the_share_of_a_long_tail() -> None:
+    """131,071 ids at -17 beside one at 0 are drawn at their share of 5.4e-3."""
+    vocab, rows = 131072, 3000
+    logits = torch.full((1, vocab), -17.0)
+    logits[0, 0] = 0.0
+    share = (vocab - 1) / (math.exp(17.0) + vocab - 1)
+    owner = torch.zeros(1, dtype=torch.int32)
+    law = float32_law(reference.row_law(logits, SamplingParams.make(1.0), owner))
+    many = Law(*(field.expand(rows) for field in law))
+    noise = (torch.full((rows,), 5), torch.arange(rows))
+    tokens = layer("eager").sample(logits.expand(rows, vocab), many, noise=noise)
+    tail = tokens[tokens != 0]
+    assert binomtest(tail.numel(), rows, share).pvalue > 1e-6
+    assert tail.unique().numel() == tail.numel()
