@@ -203,7 +203,7 @@ def test_adjusted_logits_with_numbers() -> None:
         bias_values=torch.tensor([[1.0, 2.0, 100.0, 100.0], [-1.0, math.inf, 9.0, 9.0]]),
         output_counts=torch.tensor([[2, 0, 0, 0, 0], [0, 1, 0, 0, 0]]),
         prompt_words=torch.tensor([[0b00010], [0]]),
-        repetition_penalty=torch.tensor([2.0, 1.0]),
+        repetition_penalty=torch.tensor([2.0, 2.0]),
         presence_penalty=torch.tensor([0.25, 1.0]),
         frequency_penalty=torch.tensor([0.5, 0.0]),
         draft_tokens=torch.tensor([[0, 4, 4], [0, 2, PAD_TOKEN]]),
@@ -214,7 +214,7 @@ def test_adjusted_logits_with_numbers() -> None:
     assert logits.tolist() == [
         [2.0 / 2 - 1.0 - 0.25 + 3.0, -2.0, 0.5, 1.0, 3.0],
         [2.0 / 2 - 1.0 - 0.25 + 3.0, -2.0, 0.5, 1.0, -math.inf],
-        [2.0, -2.0, -0.5, math.inf, 2.0],
+        [2.0, -3.0, -0.75, math.inf, 2.0],
         [2.0, -1.0, 0.5, 1.0, 3.0],
     ]
 
@@ -247,6 +247,11 @@ def test_overlap_of_invalid_rows_is_nan_and_a_map_is_followed() -> None:
 
 
 # Sampling
+
+
+def test_a_coin_whose_place_rounds_up_to_the_total_draws_the_last_positive_id() -> None:
+    weights = torch.tensor([0.0, 5e-324, 0.0], dtype=torch.float64)
+    assert random.choose(1.0 - 2.0**-53, weights) == 1
 
 
 def test_sample_refuses_and_pads() -> None:
