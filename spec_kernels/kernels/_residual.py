@@ -21,6 +21,7 @@ import triton.language as tl
 
 from spec_kernels.kernels._chain import draft_laws, log2_draft, read_laws
 from spec_kernels.kernels._device import (
+    INF,
     LOG2E,
     NEG_INF,
     PAD_TOKEN,
@@ -203,26 +204,19 @@ def weigh_ids(
 @triton.jit
 def sum_weights(
     inputs, first, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
-    SHAPE: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of `a p` and of its residual over a tile.
-
-    Tiles inside the rows, and laws without cutoffs, have paths of their own: they are the rule.
-    """
+    """Sums of `a p` and of its residual over a tile. Tiles inside both rows are read unmasked: a
+    masked load is narrow unless the compiler can divide the bound."""
     ids = first + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
     width = sizes.vocab
-    cuts = rows.p.cutoff > NEG_INF
     if HAS_Q:
         width = tl.minimum(sizes.vocab, sizes.draft_vocab)
-        cuts = cuts | (rows.q.cutoff > NEG_INF)
-    if first + SHAPE[0] * SHAPE[1] * SHAPE[2] > width:
-        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
-        plain, residual = sum_tile(p), sum_tile(r)
-    elif cuts:
-        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, True)
+    if first + SHAPE[0] * SHAPE[1] * SHAPE[2] <= width:
+        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF)
         plain, residual = sum_tile(p), sum_tile(r)
     else:
-        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, False)
+        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
         plain, residual = sum_tile(p), sum_tile(r)
     return plain * rows.p.factor, residual * rows.p.factor
 
@@ -239,15 +233,42 @@ def mass_of_tile(inputs, slot, tile, rows, log2_a, sizes):
 
 
 @triton.jit
-def mass_at_argmax(inputs, rows, log2_a, sizes):
-    """Sum of the residual where p is one-hot: `(a - q)+` at its argmax."""
+def sum_tiles(
+    inputs, residual_ptr, plain_ptr, slot, begin, end, rows, log2_a, sizes, SOURCE: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_CUTOFF: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of `a p` and of the residual over some tiles of a node.
+
+    Statistics are used where they say it: p of a tile without a rejected id.
+    """
+    TILE: tl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    for tile in range(begin, end):
+        first = tile * TILE
+        if SOURCE == "tiles":
+            plain = mass_of_tile(inputs, slot, tile, rows, log2_a, sizes)
+            residual = plain
+            if HAS_Q or ((rows.one_hot >= first) & (rows.one_hot < first + TILE)):
+                _, residual = sum_weights(
+                    inputs, first, rows, rows.one_hot, sizes, SOURCE, HAS_Q, HAS_CUTOFF, SHAPE
+                )
+        else:
+            plain, residual = sum_weights(
+                inputs, first, rows, rows.one_hot, sizes, SOURCE, HAS_Q, HAS_CUTOFF, SHAPE
+            )
+        tl.store(residual_ptr + tile, residual)
+        tl.store(plain_ptr + tile, plain)
+
+
+@triton.jit
+def mass_at_argmax(inputs, rows, is_hot, log2_a, sizes):
+    """Sum of the residual where p is one-hot: `(a - q)+` at its argmax; else 0."""
     argmax = rows.p_law.argmax
     q = tl.where(rows.one_hot == argmax, 1.0, 0.0).to(tl.float64)
     if inputs.draft_row is not None:
         sampled = rows.row >= 0
         log_q = log2_draft(inputs, argmax, rows.row, rows.q_law, sampled, sizes)
         q = tl.where(sampled, tl.exp2(log_q), q)
-    return tl.maximum(tl.exp2(log2_a) - q, 0.0).to(tl.float32)
+    return tl.where(is_hot, tl.maximum(tl.exp2(log2_a) - q, 0.0), 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -275,3 +296,52 @@ def draw_id(
     _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
     place, _ = find(w, fraction)
     return first + place
+
+
+@triton.jit
+def choose_masses(
+    inputs, residual, plain, rows, sizes, SOURCE: tl.constexpr, TILES: tl.constexpr,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Tile masses to draw from, whether q is subtracted in them, and the id that they lack.
+
+    A residual that vanished in rounding gives way to p without the rejected id, then to p.
+    """
+    TILE: tl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    mass = residual
+    has_q = rows.has_q
+    one_hot = rows.one_hot
+    if tl.sum(residual, 0) <= 0.0:
+        mass = plain
+        one_hot = tl.full((), NOWHERE, tl.int64)
+        if has_q:
+            tile = (rows.child // TILE).to(tl.int32)
+            ids = tile * TILE + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+            _, w = weigh_ids(inputs, ids, rows, rows.child, sizes, SOURCE, False, False, True)
+            rest = (sum_tile(w) * rows.p.factor).to(tl.float64)
+            without = tl.where(tl.arange(0, TILES) == tile, rest, plain)
+            if tl.sum(without, 0) > 0.0:
+                mass = without
+                one_hot = rows.child
+        has_q = has_q & False
+    return mass, has_q, one_hot
+
+
+@triton.jit
+def draw_final(
+    inputs, coin, residual, plain, rows, sizes, SOURCE: tl.constexpr, TILES: tl.constexpr,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Draw the token that follows from the tile masses of a node; PAD_TOKEN if all are 0."""
+    mass, has_q, one_hot = choose_masses(inputs, residual, plain, rows, sizes, SOURCE, TILES, SHAPE)
+    token = tl.full((), PAD_TOKEN, tl.int32)
+    total = tl.sum(mass, 0)
+    if (total > 0.0) & (total < INF):
+        tile, fraction = find(mass, coin)
+        first = tile * (SHAPE[0] * SHAPE[1] * SHAPE[2])
+        if has_q:
+            if inputs.draft_row is not None:
+                token = draw_id(inputs, first, fraction, rows, one_hot, sizes, SOURCE, True, SHAPE)
+        else:
+            token = draw_id(inputs, first, fraction, rows, one_hot, sizes, SOURCE, False, SHAPE)
+    return token.to(tl.int64)

@@ -51,28 +51,16 @@ from spec_kernels.kernels._chain import (
     target_laws,
 )
 from spec_kernels.kernels._device import (
-    INF,
     INVALID_TARGET,
     NEG_INF,
     OK,
     PAD_TOKEN,
     TileConfig,
     config_of,
-    find,
     first_argmax,
-    sum_tile,
     take,
-    tile_offsets,
 )
-from spec_kernels.kernels._residual import (
-    NOWHERE,
-    draw_id,
-    mass_at_argmax,
-    mass_of_tile,
-    residual_at,
-    sum_weights,
-    weigh_ids,
-)
+from spec_kernels.kernels._residual import draw_final, mass_at_argmax, residual_at, sum_tiles
 from spec_kernels.kernels.law import Slots, find_cutoff, has_filters, tile_stats
 from spec_kernels.types import Acceptance, Draft, Law, SamplingParams
 
@@ -196,35 +184,6 @@ def store_argmax(inputs, request, node, sizes, TILES: tl.constexpr, SHAPE: tl.co
         tl.store(inputs.target_law.argmax + slot, argmax.to(tl.int64))
 
 
-@triton.jit
-def sum_tile_of(inputs, slot, tile, at, log2_a, sizes, SOURCE: tl.constexpr, SHAPE: tl.constexpr):
-    """Sums of `a p` and of the residual over a tile of a node; statistics are used where they
-    say it: p of a tile without a rejected id."""
-    TILE: tl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
-    first = tile * TILE
-    plain = 0.0
-    residual = 0.0
-    if SOURCE == "tiles":
-        plain = mass_of_tile(inputs, slot, tile, at, log2_a, sizes)
-        residual = plain
-    if at.has_q:
-        if inputs.draft_row is not None:
-            total, residual = sum_weights(inputs, first, at, at.one_hot, sizes, SOURCE, True, SHAPE)
-            if SOURCE != "tiles":
-                plain = total
-    else:
-        is_read = True
-        if SOURCE == "tiles":
-            is_read = (at.one_hot >= first) & (at.one_hot < first + TILE)
-        if is_read:
-            total, residual = sum_weights(
-                inputs, first, at, at.one_hot, sizes, SOURCE, False, SHAPE
-            )
-            if SOURCE != "tiles":
-                plain = total
-    return plain, residual
-
-
 @triton.jit(do_not_specialize=["nodes", "max_depth", "tiles", "rows", "draft_rows", "step"])
 def residual_mass_kernel(
     residual_ptr,  # [slots, tiles] f32, out: sum of the residual
@@ -275,20 +234,35 @@ def residual_mass_kernel(
     if not at.p_law.status:
         return
 
-    is_hot = at.p_law.inv_temperature == 0.0
-    hot_mass = 0.0
-    if is_hot:
-        hot_mass = mass_at_argmax(inputs, at, log2_a, sizes)
     begin = tl.program_id(2) * step
-    for tile in range(begin, tl.minimum(begin + step, tiles)):
-        plain = 0.0
-        residual = tl.where(tile == 0, hot_mass, 0.0)
-        if (not is_hot) & (log2_a > NEG_INF):
-            plain, residual = sum_tile_of(
-                inputs, request * nodes + node, tile, at, log2_a, sizes, SOURCE, SHAPE
-            )
-        tl.store(residual_ptr + out + tile, residual)
-        tl.store(plain_ptr + out + tile, plain)
+    end = tl.minimum(begin + step, tiles)
+    slot = request * nodes + node
+    residual_ptr += out
+    plain_ptr += out
+    is_hot = at.p_law.inv_temperature == 0.0
+    if is_hot | (log2_a == NEG_INF):
+        mass = mass_at_argmax(inputs, at, is_hot, log2_a, sizes)
+        for tile in range(begin, end):
+            tl.store(residual_ptr + tile, tl.where(tile == 0, mass, 0.0))
+            tl.store(plain_ptr + tile, 0.0)
+    elif at.has_q:
+        if inputs.draft_row is not None:
+            # Two loops: the compiler would merge the two forms of a tile and run out of registers.
+            if (at.p.cutoff > NEG_INF) | (at.q.cutoff > NEG_INF):
+                sum_tiles(
+                    inputs, residual_ptr, plain_ptr, slot, begin, end, at, log2_a, sizes, SOURCE,
+                    True, True, SHAPE,
+                )  # fmt: skip
+            else:
+                sum_tiles(
+                    inputs, residual_ptr, plain_ptr, slot, begin, end, at, log2_a, sizes, SOURCE,
+                    True, False, SHAPE,
+                )  # fmt: skip
+    else:
+        sum_tiles(
+            inputs, residual_ptr, plain_ptr, slot, begin, end, at, log2_a, sizes, SOURCE,
+            False, True, SHAPE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -320,55 +294,6 @@ def keep_block(
     coins = load_coins(inputs, request, sizes, scan.end, NODES)
     kept = tl.max(tl.where(coins < h, node + 1, 0), 0)
     return kept, take(log2_a, kept - 1)
-
-
-@triton.jit
-def choose_masses(
-    inputs, residual, plain, rows, sizes, SOURCE: tl.constexpr, TILES: tl.constexpr,
-    SHAPE: tl.constexpr,
-):  # fmt: skip
-    """Tile masses to draw from, whether q is subtracted in them, and the id that they lack.
-
-    A residual that vanished in rounding gives way to p without the rejected id, then to p.
-    """
-    TILE: tl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
-    mass = residual
-    has_q = rows.has_q
-    one_hot = rows.one_hot
-    if tl.sum(residual, 0) <= 0.0:
-        mass = plain
-        one_hot = tl.full((), NOWHERE, tl.int64)
-        if has_q:
-            tile = (rows.child // TILE).to(tl.int32)
-            ids = tile * TILE + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
-            _, w = weigh_ids(inputs, ids, rows, rows.child, sizes, SOURCE, False, False, True)
-            rest = (sum_tile(w) * rows.p.factor).to(tl.float64)
-            without = tl.where(tl.arange(0, TILES) == tile, rest, plain)
-            if tl.sum(without, 0) > 0.0:
-                mass = without
-                one_hot = rows.child
-        has_q = has_q & False
-    return mass, has_q, one_hot
-
-
-@triton.jit
-def draw_final(
-    inputs, coin, residual, plain, rows, sizes, SOURCE: tl.constexpr, TILES: tl.constexpr,
-    SHAPE: tl.constexpr,
-):  # fmt: skip
-    """Draw the token that follows from the tile masses of a node; PAD_TOKEN if all are 0."""
-    mass, has_q, one_hot = choose_masses(inputs, residual, plain, rows, sizes, SOURCE, TILES, SHAPE)
-    token = tl.full((), PAD_TOKEN, tl.int32)
-    total = tl.sum(mass, 0)
-    if (total > 0.0) & (total < INF):
-        tile, fraction = find(mass, coin)
-        first = tile * (SHAPE[0] * SHAPE[1] * SHAPE[2])
-        if has_q:
-            if inputs.draft_row is not None:
-                token = draw_id(inputs, first, fraction, rows, one_hot, sizes, SOURCE, True, SHAPE)
-        else:
-            token = draw_id(inputs, first, fraction, rows, one_hot, sizes, SOURCE, False, SHAPE)
-    return token.to(tl.int64)
 
 
 @triton.jit
@@ -449,6 +374,34 @@ def decide_kernel(
     store_result(outputs, request, scan.tokens, kept, final, status, max_depth, NODES, DEPTH)
 
 
+@triton.jit(do_not_specialize=["nodes", "max_depth"])
+def match_kernel(
+    outputs,  # Acceptance, out
+    tokens_ptr,  # [batch, nodes] i64 or i32
+    target_tokens_ptr,  # [batch, nodes] i64 or i32
+    num_nodes_ptr,  # [batch] i32
+    nodes,
+    max_depth,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Drafts of one request that equal the target's tokens, then the target's token. Floor: both
+    rows of ids."""
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    limit = tl.minimum(tl.minimum(tl.load(num_nodes_ptr + request), nodes) - 1, max_depth)
+    place = request * nodes + node
+    drafts = tl.load(tokens_ptr + place + 1, mask=node < limit, other=PAD_TOKEN).to(tl.int64)
+    own = tl.load(target_tokens_ptr + place, mask=node <= limit, other=PAD_TOKEN).to(tl.int64)
+    is_kept = (node < limit) & (own >= 0) & (drafts == own)
+    kept = tl.min(tl.where(is_kept, NODES, node), 0)
+    flags = tl.where(own < 0, INVALID_TARGET, OK) | tl.where(drafts < PAD_TOKEN, INVALID_DRAFT, OK)
+    status = tl.where(limit < 0, OK, take(flags, kept))
+    kept = tl.where(limit < 0, -1, kept)
+    final = tl.maximum(take(own, kept), PAD_TOKEN)
+    store_result(outputs, request, drafts, kept, final, status, max_depth, NODES, DEPTH)
+
+
 # ------------------------------------------------------------------------------------- launchers
 
 
@@ -469,13 +422,6 @@ def select_step(tiles: int) -> int:
     return 4 if tiles >= 4 * 512 else 2 if tiles >= 2 * 512 else 1
 
 
-def _config(target_logits: Tensor, draft_logits: Tensor | None) -> TileConfig:
-    """Choose a tile for both tensors of rows, by the target's vocabulary."""
-    if draft_logits is None:
-        return config_of(target_logits)
-    return config_of(target_logits, draft_logits[:, : target_logits.shape[1]])
-
-
 def _refuse_trees(draft: Draft) -> None:
     if draft.parents is not None:
         raise NotImplementedError(
@@ -493,25 +439,71 @@ def _outputs(tokens: Tensor, max_depth: int) -> Acceptance:
     )
 
 
-def _contiguous(law: Law) -> Law:
-    return Law(*(field.contiguous() for field in law))
+def _contiguous(law: Law | None) -> Law | None:
+    return None if law is None else Law(*(field.contiguous() for field in law))
 
 
-def _laws(
-    draft: Draft, logits: Tensor, law: Law | SamplingParams | None, row: Tensor
+def _target_law(
+    logits: Tensor, law: Law | SamplingParams | None, row: Tensor, num_nodes: Tensor
 ) -> tuple[Law | Tiles | None, str]:
-    """Prepare the target's laws, and say where the kernels find them."""
+    """Prepare the target's laws, and say where the kernels find them (SOURCE)."""
     if law is None:
         return None, "probabilities"
     if isinstance(law, Law):
         return _contiguous(law), "rows"
     params = SamplingParams(*(None if p is None else p.contiguous() for p in law))
-    slots = Slots(row.numel(), row=row, num_nodes=draft.num_nodes, nodes=row.shape[1])
+    slots = Slots(row.numel(), row=row, num_nodes=num_nodes, nodes=row.shape[1])
     stats = tile_stats(logits, params, slots)
     if has_filters(params):
         return find_cutoff(logits, stats, params, slots), "slots"
     argmax = logits.new_empty(slots.count, dtype=torch.int64)
     return Tiles(stats.tile_max, stats.tile_sum, argmax, params.temperature), "tiles"
+
+
+def _arguments(
+    inputs: Inputs, max_depth: int, config: TileConfig, rule: str, source: str
+) -> dict[str, Any]:
+    """Collect the arguments that `residual_mass` and `decide` share."""
+    nodes = inputs.tokens.shape[1]
+    rows, vocab = inputs.target_logits.shape
+    draft = inputs.draft_logits
+    tiles = config.tiles(vocab)
+    return {
+        "inputs": inputs,
+        "nodes": nodes,
+        "max_depth": max_depth,
+        "tiles": tiles,
+        "vocab": vocab,
+        "rows": rows,
+        "stride": inputs.target_logits.stride(0),
+        "draft_vocab": 0 if draft is None else draft.shape[1],
+        "draft_rows": 0 if draft is None else draft.shape[0],
+        "draft_stride": 0 if draft is None else draft.stride(0),
+        "RULE": rule,
+        "SOURCE": source,
+        "NODES": triton.next_power_of_2(nodes),
+        "TILES": triton.next_power_of_2(tiles),
+        "SHAPE": (config.chunks, config.lanes, config.width),
+        "num_warps": config.num_warps,
+    }
+
+
+def residual_mass(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Sum the residuals, and p itself, tile by tile: per node, or under the token rule per
+    request."""
+    batch, nodes = arguments["inputs"].tokens.shape
+    tiles = arguments["tiles"]
+    slots, places = batch * nodes, nodes
+    if arguments["RULE"] == "token":
+        slots = batch
+        places = nodes if arguments["SOURCE"] == "tiles" else 1  # rows whose argmax is stored
+    logits = arguments["inputs"].target_logits
+    residual, plain = logits.new_empty(2, slots, tiles, dtype=torch.float32).unbind(0)
+    step = select_step(batch * places * tiles)
+    residual_mass_kernel[(batch, places, triton.cdiv(tiles, step))](
+        residual_ptr=residual, plain_ptr=plain, step=step, **arguments
+    )
+    return residual, plain
 
 
 def accept(
@@ -530,66 +522,55 @@ def accept(
     """Verify chains of drafts: three launches from parameters, four with filters, two where laws
     or probabilities are given, whatever the batch and the length of the chains."""
     _refuse_trees(draft)
-    batch, nodes = draft.tokens.shape
-    rows, vocab = target_logits.shape
     outputs = _outputs(draft.tokens, max_depth)
-    if batch == 0:
+    if draft.tokens.shape[0] == 0:
         return outputs
+    num_nodes, target_row = draft.num_nodes.contiguous(), target_row.contiguous()
+    law, source = _target_law(target_logits, target_law, target_row, num_nodes)
     has_rows = draft.logits is not None and draft.row is not None
-    draft = draft._replace(
-        tokens=draft.tokens.contiguous(),
-        num_nodes=draft.num_nodes.contiguous(),
-        logits=draft.logits if has_rows else None,
-        law=_contiguous(draft.law) if has_rows and draft.law is not None else None,
-        row=draft.row.contiguous() if has_rows and draft.row is not None else None,
-    )
-    target_row = target_row.contiguous()
-    law, source = _laws(draft, target_logits, target_law, target_row)
-    config = _config(target_logits, draft.logits)
-    tiles = config.tiles(vocab)
-    slots = batch if rule == "token" else batch * nodes
-    residual, plain = target_logits.new_empty(2, slots, tiles, dtype=torch.float32).unbind(0)
     inputs = Inputs(
-        draft.tokens,
-        draft.num_nodes,
-        draft.logits,
-        draft.law,
-        draft.row,
-        None if target_to_draft is None else target_to_draft.contiguous(),
-        target_logits,
-        law,
-        target_row,
-        accept_coins.contiguous(),
-        final_coins.contiguous(),
+        tokens=draft.tokens.contiguous(),
+        num_nodes=num_nodes,
+        draft_logits=draft.logits if has_rows else None,
+        draft_law=_contiguous(draft.law) if has_rows else None,
+        draft_row=draft.row.contiguous() if has_rows and draft.row is not None else None,
+        draft_column=None if target_to_draft is None else target_to_draft.contiguous(),
+        target_logits=target_logits,
+        target_law=law,
+        target_row=target_row,
+        accept_coins=accept_coins.contiguous(),
+        final_coins=final_coins.contiguous(),
     )
-    sizes = {
-        "nodes": nodes,
-        "max_depth": max_depth,
-        "tiles": tiles,
-        "vocab": vocab,
-        "rows": rows,
-        "stride": target_logits.stride(0),
-        "draft_vocab": 0 if draft.logits is None else draft.logits.shape[1],
-        "draft_rows": 0 if draft.logits is None else draft.logits.shape[0],
-        "draft_stride": 0 if draft.logits is None else draft.logits.stride(0),
-        "RULE": rule,
-        "SOURCE": source,
-        "NODES": triton.next_power_of_2(nodes),
-        "TILES": triton.next_power_of_2(tiles),
-        "SHAPE": (config.chunks, config.lanes, config.width),
-        "num_warps": config.num_warps,
-    }
-    places = 1 if rule == "token" and source != "tiles" else nodes
-    step = select_step(batch * places * tiles)
-    residual_mass_kernel[(batch, places, triton.cdiv(tiles, step))](
-        residual_ptr=residual, plain_ptr=plain, inputs=inputs, step=step, **sizes
-    )
-    decide_kernel[(batch,)](
+    config = config_of(target_logits)
+    if inputs.draft_logits is not None:  # the tile depends on the target's vocabulary alone
+        config = config_of(target_logits, inputs.draft_logits[:, : target_logits.shape[1]])
+    arguments = _arguments(inputs, max_depth, config, rule, source)
+    residual, plain = residual_mass(arguments)
+    decide_kernel[(draft.tokens.shape[0],)](
         outputs=outputs,
         residual_ptr=residual,
         plain_ptr=plain,
-        inputs=inputs,
         DEPTH=triton.next_power_of_2(max_depth + 1),
-        **sizes,
+        **arguments,
     )
+    return outputs
+
+
+def match(draft: Draft, target_tokens: Tensor, *, max_depth: int) -> Acceptance:
+    """Accept drafts while they equal the target's own tokens: one launch."""
+    _refuse_trees(draft)
+    batch, nodes = draft.tokens.shape
+    outputs = _outputs(draft.tokens, max_depth)
+    if batch:
+        match_kernel[(batch,)](
+            outputs=outputs,
+            tokens_ptr=draft.tokens.contiguous(),
+            target_tokens_ptr=target_tokens.contiguous(),
+            num_nodes_ptr=draft.num_nodes.contiguous(),
+            nodes=nodes,
+            max_depth=max_depth,
+            NODES=triton.next_power_of_2(nodes),
+            DEPTH=triton.next_power_of_2(max_depth + 1),
+            num_warps=1,
+        )
     return outputs
