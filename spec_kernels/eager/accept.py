@@ -152,9 +152,10 @@ def residual_mass(readers: _Readers, step: _Step, a: float) -> _Residual:
 
 
 def _scan_token(chain: _Chain, coins: list[float]) -> tuple[int, _Step | None]:
-    """Return how many drafts the token rule accepts, and the draft that it rejects."""
+    """Return how many drafts the token rule accepts, and the draft that it rejects; one that its
+    own law excludes is rejected."""
     n, step = 0, chain.step(0)
-    while step is not None and coins[n + 1] * step.q_token < step.p_token:
+    while step is not None and step.q_token > 0.0 and coins[n + 1] * step.q_token < step.p_token:
         n += 1
         step = chain.step(n)
     return n, step
