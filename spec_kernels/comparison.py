@@ -107,7 +107,7 @@ def compare(
     gap = None
     if position is not None and position < min(map(len, tokens)):
         pair = (tokens[0][position], tokens[1][position])
-        gap = logit_gap(plain.target, [*request.prompt, *tokens[0][:position]], *pair)
+        gap = abs(logit_gap(plain.target, [*request.prompt, *tokens[0][:position]], *pair))
     return Comparison(*runs, position, gap)
 
 
@@ -125,7 +125,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def logit_gap(target: Target, context: Sequence[int], one: int, other: int) -> float:
-    """Return the distance of two tokens' logits behind `context`, from a fresh prefill.
+    """Return the logit of token `one` less that of `other` behind `context`, computed afresh.
 
     Near 0 the two are tied: rounding, which depends on the width of the forward, decides.
     """
@@ -134,4 +134,4 @@ def logit_gap(target: Target, context: Sequence[int], one: int, other: int) -> f
     root = torch.tensor([context[-1:]], device=target.device)
     num_nodes = torch.ones(1, dtype=torch.int32, device=target.device)
     logits = target.forward(root, num_nodes, cache).logits[0].float()
-    return abs(float(logits[one] - logits[other]))
+    return float(logits[one] - logits[other])
