@@ -58,8 +58,22 @@ def column_sum(out_ptr, x_ptr, N: tl.constexpr):
 
 @triton.jit
 def _first_of_best(value, index, other_value, other_index):
+    better = (other_value > value) | ((other_value == value) & (other_index < index))
+    return tl.where(better, other_value, value), tl.where(better, other_index, index)
+
+
+@triton.jit
+def _left_of_best(value, index, other_value, other_index):
     better = other_value > value
     return tl.where(better, other_value, value), tl.where(better, other_index, index)
+
+
+@triton.jit
+def left_argmax(out_ptr, x_ptr, N: tl.constexpr):
+    """Fault: takes the left operand of a tie for the first one; compiled code swaps operands."""
+    offs = tl.arange(0, N)
+    _, index = tl.reduce((tl.load(x_ptr + offs), offs), 0, _left_of_best)
+    tl.store(out_ptr, index)
 
 
 @triton.jit
@@ -70,6 +84,11 @@ def first_argmax(out_ptr, x_ptr, N: tl.constexpr):
     tl.store(out_ptr, index)
     tl.store(out_ptr + 1, tl.argmax(x, 0))
     tl.store(out_ptr + 2, tl.max(x, 0).to(tl.int32))
+
+
+@triton.jit
+def nan_argmax(out_ptr, x_ptr, N: tl.constexpr):
+    tl.store(out_ptr, tl.argmax(tl.load(x_ptr + tl.arange(0, N)), 0))
 
 
 @triton.jit
@@ -259,7 +278,88 @@ def rotate_without_barrier(x_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def spilling(out_ptr, x_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Fault: one warp holds far more values than it has registers."""
+    offs = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x / tl.sum(x, 0)[None, :])
+
+
+@triton.jit
+def copy_rows(out_ptr, x_ptr, x_stride_row, size, BLOCK: tl.constexpr, PEELED: tl.constexpr = True):
+    """Sound: full blocks without a mask. Fault if not PEELED: every load is masked, so narrow."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    offs = start + tl.arange(0, BLOCK)
+    source = x_ptr + row * x_stride_row + offs
+    target = out_ptr + row * x_stride_row + offs
+    if PEELED:
+        if start + BLOCK <= size:
+            tl.store(target, tl.load(source) + 1)
+        else:
+            tl.store(target, tl.load(source, mask=offs < size) + 1, mask=offs < size)
+    else:
+        tl.store(target, tl.load(source, mask=offs < size) + 1, mask=offs < size)
+
+
+@triton.jit
+def matrix_product(out_ptr, x_ptr, y_ptr, K, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Sound: a pipelined product with shared memory, asynchronous copies and barriers."""
+    rows = tl.arange(0, N)[:, None]
+    cols = tl.arange(0, N)[None, :]
+    inner = tl.arange(0, BLOCK)
+    total = tl.zeros((N, N), tl.float32)
+    for start in range(0, K, BLOCK):
+        x = tl.load(x_ptr + rows * K + start + inner[None, :])
+        y = tl.load(y_ptr + (start + inner[:, None]) * N + cols)
+        total = tl.dot(x, y, total)
+    tl.store(out_ptr + rows * N + cols, total)
+
+
+@triton.jit
+def special_functions(out_ptr, x_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + tl.arange(0, ROWS)[:, None] * BLOCK + offs[None, :])
-    order = tl.sort(x, 1)
-    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * BLOCK + offs[None, :], order + x)
+    x = tl.load(x_ptr + offs)
+    y = tl.exp(x) + tl.log(x + 2) + tl.sqrt(x + 2) + 1 / (x + 3) + tl.exp2(x) + tl.log2(x + 2)
+    tl.store(out_ptr + offs, y + tl.abs(x) - tl.floor(x) + tl.fma(x, x, x))
+
+
+@triton.jit
+def wide_integers(out_ptr, seed, BLOCK: tl.constexpr):
+    """Random bits, 64-bit products, shifts and divisions."""
+    offs = tl.arange(0, BLOCK)
+    a, b, c, _ = tl.randint4x(seed, offs)
+    x = (a.to(tl.uint32, bitcast=True).to(tl.int64) << 20) ^ b.to(tl.int64)
+    x = x // 7 + x % 13 - (x >> 3)
+    tl.store(out_ptr + offs, x + tl.cumsum((c & 15).to(tl.int64), 0))
+
+
+@triton.jit
+def float64_search(out_ptr, weight_ptr, target, BLOCK: tl.constexpr):
+    """First index whose cumulative weight exceeds a target, in float64."""
+    offs = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + offs).to(tl.float64)
+    below = tl.cumsum(weight, 0) / tl.sum(weight, 0)
+    hit = tl.min(tl.where(below > target, offs, BLOCK), 0)
+    tl.store(out_ptr + tl.program_id(0), hit)
+
+
+@triton.jit
+def diverging(out_ptr, x_ptr, BLOCK: tl.constexpr):
+    """Loops of another length in every program, and branches on values."""
+    pid = tl.program_id(0)
+    total = 0.0
+    i = 0
+    while i < tl.load(x_ptr + pid):
+        if i % 2 == 0:
+            total += i
+        else:
+            total -= 0.5
+        i += 1
+    tl.store(out_ptr + pid, total)
+    tl.atomic_max(out_ptr + BLOCK, total)
+
+
+@triton.jit
+def misaligned(out_ptr, x_ptr, offset, BLOCK: tl.constexpr):
+    """Fault: promises an alignment that the offset does not have."""
+    offs = tl.max_contiguous(tl.multiple_of(offset + tl.arange(0, BLOCK), BLOCK), BLOCK)
+    tl.store(out_ptr + tl.arange(0, BLOCK), tl.load(x_ptr + offs))

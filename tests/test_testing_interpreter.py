@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-from spec_kernels.testing import IntegerOverflowError, interpreted
+from spec_kernels.testing import IntegerOverflowError, KernelError, interpreted
 from spec_kernels.testing import interpreter as ours
 from spec_kernels.testing._builder import Builder, Semantic
 from tests import kernels_for_tests as k
@@ -133,8 +133,14 @@ def test_reductions_keep_order_drop_nan_and_take_the_first_of_ties() -> None:
         x[2] = -1.0
         k.first_argmax[(1,)](out, x, N=8)
         assert out.tolist() == [1, 1, 7]
-        x.fill_(float("nan"))  # no value at all: still no error
-        k.first_argmax[(1,)](out, x, N=8)
+        with pytest.raises(KernelError, match=r"kernels_for_tests.py:\d+: .* is not commutative"):
+            k.left_argmax[(1,)](out, x, N=8)
+
+
+def test_argmax_of_nothing_but_nan_is_no_error() -> None:
+    out = torch.empty(1, dtype=torch.int32)
+    with interpreted():
+        k.nan_argmax[(1,)](out, torch.full((8,), float("nan")), N=8)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -174,6 +180,14 @@ def test_none_pointers_and_float_arguments_are_those_of_the_device() -> None:
 def test_empty_grid_runs_nothing() -> None:
     with interpreted():
         k.copy_flat[(0,)](torch.empty(0), torch.empty(0), BLOCK=8)
+
+
+def test_a_broken_promise_of_alignment_is_caught() -> None:
+    x, out = torch.zeros(256), torch.empty(128)
+    with interpreted():
+        k.misaligned[(1,)](out, x, 128, BLOCK=128)
+        with pytest.raises(KernelError, match=r":\d+: promised a multiple of 128, got 3"):
+            k.misaligned[(1,)](out, x, 3, BLOCK=128)
 
 
 def test_device_assert_fires() -> None:

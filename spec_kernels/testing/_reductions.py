@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 
 from ._formats import Array, decode, encode, is_emulated
+from .errors import KernelError, source_line
 
 
 def _tensor(data: Array, dtype: Any) -> Any:
@@ -28,7 +29,8 @@ def _tensor(data: Array, dtype: Any) -> Any:
     return tl.core.tensor(stock.TensorHandle(data.reshape(1), dtype), dtype)
 
 
-def _value(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """Return the value of a constexpr; anything else unchanged."""
     return x.value if isinstance(x, tl.constexpr) else x
 
 
@@ -49,7 +51,11 @@ def _combine(fn: Any, left: list[Array], right: list[Array], dtypes: list[Any]) 
 
 
 def _fold(arrays: list[Array], dtypes: list[Any], axis: int, fn: Any) -> list[Array]:
-    """Reduce `axis` to length 1, neighbours first, keeping the order of operands."""
+    """Reduce `axis` to length 1, neighbours first.
+
+    Raises:
+        KernelError: the result depends on the order of operands, which compiled code swaps.
+    """
 
     def every_second(array: Array, start: int) -> Array:
         index = [slice(None)] * array.ndim
@@ -60,6 +66,13 @@ def _fold(arrays: list[Array], dtypes: list[Any], axis: int, fn: Any) -> list[Ar
         left = [every_second(a, 0) for a in arrays]
         right = [every_second(a, 1) for a in arrays]
         arrays = _combine(fn, left, right, dtypes)
+        swapped = _combine(fn, right, left, dtypes)
+        pairs = zip(arrays, swapped, strict=True)
+        if not all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs):
+            raise KernelError(
+                f"{source_line()}: the combine function of tl.reduce is not commutative, but "
+                "compiled code swaps its operands"
+            )
     return arrays
 
 
@@ -120,7 +133,7 @@ def reduce(
     **_: Any,
 ) -> Any:
     """`tl.reduce`."""
-    axis, keep_dims = _value(axis), _value(keep_dims)
+    axis, keep_dims = plain(axis), plain(keep_dims)
     given = _as_tuple(input)
     arrays = [x.handle.data for x in given]
     dtypes = [x.dtype for x in given]
@@ -147,7 +160,7 @@ def associative_scan(
     **_: Any,
 ) -> Any:
     """`tl.associative_scan`, in log2(n) steps."""
-    axis, reverse = _value(axis), _value(reverse)
+    axis, reverse = plain(axis), plain(reverse)
     given = _as_tuple(input)
     dtypes = [x.dtype for x in given]
     arrays = [x.handle.data for x in given]

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _reductions
 from ._builder import ORIGIN, AccessHook, Builder, Semantic
+from .errors import KernelError, source_line
 
 Program = tuple[int, int, int]
 _MISSING: Final = object()
@@ -92,6 +93,16 @@ class _Patches:
                 setattr(owner, name, value)
 
 
+def _multiple_of(x: Any, values: Any) -> Any:
+    """`tl.multiple_of`, which promises that the first element is a multiple: check it."""
+    step = values[0] if isinstance(values, (list, tuple)) else values
+    if isinstance(x, tl.tensor) and x.handle.data.size and x.handle.data.ndim <= 1:
+        first, step = int(x.handle.data[0]), int(_reductions.plain(step))
+        if first % step:
+            raise KernelError(f"{source_line()}: promised a multiple of {step}, got {first}")
+    return x
+
+
 def _language_patches() -> _Patches:
     patches = _Patches()
     for lang in (tl, tl.core):
@@ -101,6 +112,7 @@ def _language_patches() -> _Patches:
         stock._patch_lang_core(lang, patches)
         patches.set_attr(lang, "reduce", _reductions.reduce)
         patches.set_attr(lang, "associative_scan", _reductions.associative_scan)
+        patches.set_attr(lang, "multiple_of", _multiple_of)
     stock._patch_builtin(tl.math, _builder, patches)
     stock._patch_builtin(tl.core.tensor_descriptor_base, _builder, patches)
     patches.set_attr(stock, "interpreter_builder", _builder)
