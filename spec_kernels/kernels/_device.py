@@ -234,14 +234,20 @@ def first_argmax(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """First id with the largest logit: one tile, the first that holds it, is read again."""
+    """First id with the largest logit: one tile, the first that holds it, is read again.
+
+    In four parts, so that a kernel which only does this on the side needs few registers for it.
+    """
     TILE: tl.constexpr = CHUNKS * LANES * WIDTH
+    PART: tl.constexpr = CHUNKS // 4 if CHUNKS > 4 else 1
     index = tl.arange(0, tile_max.shape[0])
     tile = tl.min(tl.where(tile_max == row_max, index, tile_max.shape[0] - 1), 0)
-    first = tile * TILE
-    x = load_tile(row_ptr, first, vocab, NEG_INF, CHUNKS, LANES, WIDTH)
-    place = tl.where(x == row_max, tile_offsets(CHUNKS, LANES, WIDTH), TILE)
-    return first + tl.min(tl.min(tl.min(place, 2), 0), 0)
+    offs = tile_offsets(PART, LANES, WIDTH)
+    place = tl.full((PART, LANES, WIDTH), TILE, tl.int32)
+    for start in range(0, TILE, PART * LANES * WIDTH):
+        x = load_tile(row_ptr, tile * TILE + start, vocab, NEG_INF, PART, LANES, WIDTH)
+        place = tl.minimum(place, tl.where(x == row_max, start + offs, TILE))
+    return tile * TILE + tl.min(place)
 
 
 @triton.jit

@@ -428,34 +428,27 @@ def find_cutoff_kernel(
     valid = valid & is_valid_row(row_max, mass)
 
     argmax = tl.full((), PAD_TOKEN, tl.int32)
-    cutoff = tl.full((), INF, tl.float32)
-    log_sum = tl.full((), 0.0, tl.float32)
     if valid:
         argmax = first_argmax(row_ptr, tile_max, row_max, vocab, CHUNKS, LANES, WIDTH)
-        cutoff = row_max
-        if is_sampled(temperature):
-            cutoff = tl.full((), NEG_INF, tl.float32)
-            if group_max_ptr is not None:
-                groups = tiles * LANES
-                start = slot.to(tl.int64) * groups
-                least = tl.full((), NEG_INF, tl.float32)
-                if min_p > 0.0:
-                    least = row_max + temperature * tl.log(min_p)
-                if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0):
-                    cutoff, mass = search_cutoff(
-                        row_ptr, list_ptr + start, group_max_ptr + start, groups, top_k, top_p,
-                        least, row_max, mass, scale, vocab,
-                        SHIFT, CHUNKS, LANES, WIDTH, FEW, GROUP_BLOCK,
-                    )  # fmt: skip
-            log_sum = tl.log(mass)
-
     sampled = valid & is_sampled(temperature)
     tl.store(inv_temperature_ptr + slot, tl.where(sampled, inv_temperature, 0.0))
-    tl.store(cutoff_ptr + slot, cutoff)
     tl.store(row_max_ptr + slot, tl.where(valid, row_max, 0.0))
-    tl.store(log_sum_ptr + slot, log_sum)
     tl.store(argmax_ptr + slot, argmax.to(tl.int64))
     tl.store(status_ptr + slot, tl.where(valid, OK, INVALID_TARGET))
+
+    cutoff = tl.where(valid, tl.where(sampled, NEG_INF, row_max), INF)
+    if group_max_ptr is not None:
+        least = tl.where(min_p > 0.0, row_max + temperature * tl.log(min_p), NEG_INF)
+        has_filter = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
+        if sampled & has_filter:
+            groups = tiles * LANES
+            start = slot.to(tl.int64) * groups
+            cutoff, mass = search_cutoff(
+                row_ptr, list_ptr + start, group_max_ptr + start, groups, top_k, top_p, least,
+                row_max, mass, scale, vocab, SHIFT, CHUNKS, LANES, WIDTH, FEW, GROUP_BLOCK,
+            )  # fmt: skip
+    tl.store(cutoff_ptr + slot, cutoff)
+    tl.store(log_sum_ptr + slot, tl.where(sampled, tl.log(mass), 0.0))
 
 
 # ------------------------------------------------------------------------------------- launchers
