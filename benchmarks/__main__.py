@@ -1,0 +1,8 @@
+"""Run every CPU benchmark: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+from benchmarks import bench_generate
+
+if __name__ == "__main__":
+    bench_generate.main()
