@@ -163,12 +163,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print(f"{dtype + ' ' + kind:18}" + "".join(f"{v:18.2f}" for v in summary.values()))
             results[f"{dtype} {kind}"] = summary
         results[f"{dtype} prompts"] = records
-    record = {"benchmark": "generate", "batch": 1, "gamma": GAMMA, "temperature": 0.0}
-    record |= (
-        {"model": "smollm2", "metric": f"tokens per {options.clock} second"}
-        | header
-        | {"results": results}
-    )
+    record = {
+        "benchmark": "generate",
+        "model": "smollm2",
+        "batch": 1,
+        "gamma": GAMMA,
+        "temperature": 0.0,
+        "metric": f"tokens per {options.clock} second",
+        **header,
+        "results": results,
+    }
     print(json.dumps(record))
     return record
 
