@@ -190,17 +190,35 @@ def test_draws_follow_the_law(name: str, way: str) -> None:
         assert chisquare(counts[kept], (p[kept] * rows).numpy()).pvalue > 1e-6
 
 
-def test_coupled_noise_keeps_the_share_of_a_long_tail() -> None:
-    """131,071 ids at -17 beside one at 0 are drawn at their share of 5.4e-3."""
-    vocab, rows = 131072, 3000
-    logits = torch.full((1, vocab), -17.0)
+# Positions of seed 5 at which one of 131,071 ids at -17 arrives before the one at 0.
+TAIL_WINS = {424: 94837, 680: 59764, 1003: 65786}
+
+
+def tail_rows(rows: int) -> tuple[Tensor, Law]:
+    """Return equal rows of one id at 0 and 131,071 at -17, which together weigh 5.4e-3."""
+    logits = torch.full((1, 131072), -17.0)
     logits[0, 0] = 0.0
-    share = (vocab - 1) / (math.exp(17.0) + vocab - 1)
     owner = torch.zeros(1, dtype=torch.int32)
     law = float32_law(reference.row_law(logits, SamplingParams.make(1.0), owner))
-    many = Law(*(field.expand(rows) for field in law))
+    return logits.expand(rows, 131072), Law(*(field.expand(rows) for field in law))
+
+
+@every_layer
+def test_coupled_noise_lets_a_long_tail_win(name: str) -> None:
+    """An id of probability 4e-8 wins where its noise says so: 24 bits of noise cannot tell."""
+    positions = torch.tensor([0, *TAIL_WINS])
+    logits, law = tail_rows(len(positions))
+    noise = (torch.full_like(positions, 5), positions)
+    tokens = layer(name).sample(logits, law, noise=noise)
+    assert tokens[:, 0].tolist() == [0, *TAIL_WINS.values()]
+
+
+@pytest.mark.slow
+def test_coupled_noise_keeps_the_share_of_a_long_tail() -> None:
+    rows = 5000
+    logits, law = tail_rows(rows)
     noise = (torch.full((rows,), 5), torch.arange(rows))
-    tokens = layer("eager").sample(logits.expand(rows, vocab), many, noise=noise)
+    tokens = layer("eager").sample(logits, law, noise=noise)
     tail = tokens[tokens != 0]
-    assert binomtest(tail.numel(), rows, share).pvalue > 1e-6
+    assert binomtest(tail.numel(), rows, 131071 / (math.exp(17.0) + 131071)).pvalue > 1e-6
     assert tail.unique().numel() == tail.numel()
