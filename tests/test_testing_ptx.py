@@ -183,6 +183,22 @@ def test_unknown_instructions_are_refused() -> None:
         parse("")
 
 
+def test_nothing_is_skipped_silently() -> None:
+    """Inline assembly stands in a scope of its own on one line, with its own registers."""
+    text = """.entry f(.param .u64 f_param_0) .reqntid 32 {
+    .reg .b32 %r<3>;  .reg .b64 %rd<2>;
+    mov.b64 %rd1, 0x0000000500000003;
+    { .reg .b32 tmp; mov.b64 {%r1, tmp}, %rd1; add.u32 %r1, %r1, tmp; }
+    @%p1 bra $L1; $L1: ret; }"""
+    program = parse(text)
+    assert [x.op[0] for x in program.instructions] == ["mov", "mov", "add", "bra", "ret"]
+    assert program.instructions[1].operands == [["%r1", "%tmp"], "%rd1"]
+    assert program.labels == {"$L1": 4}
+    assert program.width("%tmp") == 32
+    with pytest.raises(UnsupportedError, match="shared"):
+        parse(text.replace("mov.b64 %rd1", ".reg .b32 %q<2>; .shared .b8 x[4]; mov.b64 %rd1"))
+
+
 def test_contexts_put_back_what_they_found() -> None:
     before = triton.runtime.jit.JITFunction.run
     with pytest.raises(TypeError, match="x_ptr must be a CPU tensor"), emulated():

@@ -221,9 +221,16 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, value.base
     elif isinstance(value, TensorDescriptor):
         yield from _tensors(name, value.base)
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
+    elif isinstance(value, tuple):
+        for member, item in _members(name, value):
+            yield from _tensors(member, item)
+
+
+def _members(name: str, value: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Name the members of a tuple argument: "inputs.tokens", or "shape[0]"."""
+    fields = getattr(value, "_fields", None)
+    for i, item in enumerate(value):
+        yield f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item
 
 
 def named_tensors(arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -238,7 +245,7 @@ def _to_interpreter(name: str, value: Any) -> Any:
         pointer.handle.attr[ORIGIN] = frozenset([name])
         return pointer
     if isinstance(value, tuple):
-        items = (_to_interpreter(f"{name}[{i}]", item) for i, item in enumerate(value))
+        items = (_to_interpreter(member, item) for member, item in _members(name, value))
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, tl.constexpr):
         return value.value

@@ -18,7 +18,7 @@ from ..interpreter import Program as ProgramId
 from ..interpreter import bind, named_tensors, resolve_grid
 from ..watcher import Order
 from .machine import Code, Machine, Memory, Schedule
-from .program import UnsupportedError, parse
+from .program import parse
 from .values import UNSIGNED
 
 TARGET = "sm_80"
@@ -40,6 +40,15 @@ def _parameter(value: Any, bits: int) -> np.generic:
         value = int(packed)
     number: np.generic = UNSIGNED[bits](int(value) & ((1 << bits) - 1))
     return number
+
+
+def _flatten(kind: Any, value: Any) -> Iterator[Any]:
+    """Yield what the compiled entry takes for an argument; tuples are passed member by member."""
+    if isinstance(kind, tuple):
+        for part, item in zip(kind, value, strict=True):
+            yield from _flatten(part, item)
+    elif kind != "constexpr":
+        yield value
 
 
 def emulate(
@@ -149,9 +158,7 @@ def emulated(
                     f"{name} must be a CPU tensor inside emulated(), got {tensor.device}"
                 )
         signature = compiled.src.signature
-        if any(isinstance(kind, tuple) for kind in signature.values()):
-            raise UnsupportedError("tuple arguments")
-        passed = [arguments[name] for name, kind in signature.items() if kind != "constexpr"]
+        passed = [x for name, kind in signature.items() for x in _flatten(kind, arguments[name])]
         steps = emulate(
             compiled.asm["ptx"],
             sizes,

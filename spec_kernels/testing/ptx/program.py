@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -139,14 +140,33 @@ def parse(ptx: str) -> Program:
             parameters.append((match.group(2), int(match.group(1))))
     program = Program(head.group(1), parameters, int(threads.group(1)))
     body = re.sub(r"//[^\n]*", "", head.group(3))
+    for name in re.findall(r"\.reg\s+\.\w+\s+(\w+);", body):  # inline assembly names its own
+        body = re.sub(rf"(?<![%\w$.]){name}\b", f"%{name}", body)
     for line in body.split("\n"):
-        rest = line.strip()
-        while label := re.match(r"(\$?[\w$]+):\s*", rest):
-            program.labels[label.group(1)] = len(program.instructions)
-            rest = rest[label.end() :]
-        if declared := re.match(r"\.reg\s+\.(?:[busf](\d+)|pred)\s+(%[a-z]+)", rest):
-            program.widths[declared.group(2)] = int(declared.group(1) or 1)
-        if not rest or rest[0] in ".{}":
-            continue
-        program.instructions += [_decode(x.strip()) for x in rest.split(";") if x.strip()]
+        for statement in _statements(line):
+            _add(program, statement)
     return program
+
+
+def _statements(line: str) -> Iterator[str]:
+    """Split a line into labels ("name:") and instructions; scopes and directives disappear."""
+    if re.match(r"\s*\.(?!reg)", line):  # .loc, .pragma, .file
+        return
+    for part in line.split(";"):
+        rest = part.strip().lstrip("{}").strip()
+        while label := re.match(r"(\$?[\w$]+):(?!:)\s*", rest):
+            yield label.group(1) + ":"
+            rest = rest[label.end() :].lstrip("{}").strip()
+        if rest:
+            yield rest
+
+
+def _add(program: Program, statement: str) -> None:
+    if statement.endswith(":"):
+        program.labels[statement[:-1]] = len(program.instructions)
+    elif declared := re.match(r"\.reg\s+\.(?:[busf](\d+)|pred)\s+(%[a-z]+)", statement):
+        program.widths[declared.group(2)] = int(declared.group(1) or 1)
+    elif statement[0] == ".":
+        raise UnsupportedError(statement)
+    else:
+        program.instructions.append(_decode(statement))
