@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels import (
+    INVALID_TARGET,
     PAD_TOKEN,
     Acceptance,
     Draft,
@@ -137,10 +138,23 @@ def test_rows_may_lie_anywhere(rule: str, problem: Problem) -> None:
     logits[order] = problem.logits
     row = order.int().view(BATCH, NODES)
     behind = torch.arange(NODES) >= problem.draft.num_nodes[:, None]
-    for rubbish in (-1, 0, ROWS + 5, 2**31 - 1):
+    for rubbish in (-1, int(row[0, 0]), ROWS + 5, 2**31 - 1):
         target_row = torch.where(behind, rubbish, row).int()
         got = problem.verify(Verifier(rule), target_logits=logits, target_row=target_row)
         assert_equal(got, want)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("missing", [-1, -9, ROWS, 2**31 - 1])
+def test_a_root_without_a_row_has_no_token(rule: str, missing: int, problem: Problem) -> None:
+    want = problem.verify(Verifier(rule))
+    target_row = problem.row.clone()
+    target_row[1, 0] = missing
+    got = problem.verify(Verifier(rule), target_row=target_row)
+    assert got.output_tokens[1].tolist() == [PAD_TOKEN] * NODES
+    assert got.status.tolist() == [0, INVALID_TARGET, 0, 0]
+    others = torch.tensor([0, 2, 3])
+    assert_equal(Acceptance(*(t[others] for t in got)), Acceptance(*(t[others] for t in want)))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -103,5 +103,5 @@ def unpack_law(tensors: Sequence[Tensor]) -> Law | None:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return the tensor, cut from autograd: no operation here has a gradient."""
+    """Cut a tensor from autograd, for operations with float results: none has a gradient."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -17,7 +17,6 @@ from spec_kernels.ops._arguments import (
     check_logits,
     check_max_depth,
     check_params,
-    detached,
     pack_law,
     unpack_law,
 )
@@ -117,10 +116,10 @@ def accept(
         *_accept(
             draft.tokens,
             draft.num_nodes,
-            None if draft.logits is None else detached(draft.logits),
+            draft.logits,
             pack_law(draft.law),
             draft.row,
-            detached(target_logits),
+            target_logits,
             pack_law(law),
             *(params or (None, None, None, None)),
             target_row,

@@ -12,7 +12,6 @@ from spec_kernels._check import check
 from spec_kernels.ops._arguments import (
     check_law,
     check_logits,
-    detached,
     pack_law,
     unpack_law,
 )
@@ -90,7 +89,7 @@ def sample(
     if noise is not None:
         check("noise seeds", seeds, (rows,), torch.int64, device)
         check("noise positions", positions, (rows,), torch.int64, device)
-    tokens: Tensor = _sample(detached(logits), pack_law(law), coins, seeds, positions)
+    tokens: Tensor = _sample(logits, pack_law(law), coins, seeds, positions)
     return tokens
 
 
