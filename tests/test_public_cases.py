@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_kernels import eager, reference
+from spec_kernels import reference
 from spec_kernels.types import (
     INVALID_DRAFT,
     INVALID_TARGET,
@@ -27,19 +27,26 @@ from spec_kernels.types import (
     SamplingParams,
     invert_id_map,
 )
+from tests.layers import layer
 
 LAST_COIN = 1.0 - 2.0**-53
 RULES = ("token", "block")
+POINTS = 16
+GRID = [(i + 0.5) / POINTS for i in range(POINTS)]  # coins in the middle of equal intervals
 
 
-@pytest.fixture(params=["reference", "eager"])
+LAYERS = [
+    "reference",
+    "eager",
+    pytest.param("triton-interpreter", marks=pytest.mark.slow),
+    pytest.param("triton", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=LAYERS)
 def ops(request: pytest.FixtureRequest) -> Any:
-    return {"reference": reference, "eager": eager}[request.param]
-
-
-def grid(size: int) -> list[float]:
-    """Return coins in the middle of `size` equal intervals."""
-    return [(i + 0.5) / size for i in range(size)]
+    """The public functions of one layer."""
+    return reference if request.param == "reference" else layer(request.param)
 
 
 def log(rows: Sequence[Sequence[float]]) -> Tensor:
@@ -155,9 +162,8 @@ def test_greedy_chain_emits_the_targets_argmax(
 @pytest.mark.parametrize("rule", RULES)
 def test_b004_acceptance_is_a_ratio_not_a_comparison(ops: Any, rule: str) -> None:
     p, q = torch.tensor([[0.3, 0.7], [0.5, 0.5]]), torch.tensor([[0.6, 0.4]])
-    coins = grid(64)
-    out = verify(ops, p, [0], coins, coins, draft=q, rule=rule)
-    assert int(out.accepted_lens.sum()) == 32
+    out = verify(ops, p, [0], GRID, GRID, draft=q, rule=rule)
+    assert int(out.accepted_lens.sum()) == 8
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -210,9 +216,9 @@ def test_greedy_target_rejects_all_but_its_argmax(
 @pytest.mark.parametrize(
     ("p", "q", "expected"),
     [
-        ([0.1, 0.5, 0.4], [0.5, 0.3, 0.2], [0, 32, 32]),
-        ([0.10, 0.20, 0.30, 0.40], [0.55, 0.25, 0.15, 0.05], [0, 0, 19.2, 44.8]),
-        ([0.10, 0.20, 0.30, 0.40], None, [0, 64 * 2 / 9, 64 * 3 / 9, 64 * 4 / 9]),
+        ([0.1, 0.5, 0.4], [0.5, 0.3, 0.2], [0, 0.5, 0.5]),
+        ([0.10, 0.20, 0.30, 0.40], [0.55, 0.25, 0.15, 0.05], [0, 0, 0.3, 0.7]),
+        ([0.10, 0.20, 0.30, 0.40], None, [0, 2 / 9, 3 / 9, 4 / 9]),
     ],
     ids=["b013", "b014", "b017-b026"],
 )
@@ -222,9 +228,9 @@ def test_recovered_token_follows_the_residual(
     """A draft from a law loses all of q; a fixed one, such as a drafter's argmax, only its id."""
     draft = None if q is None else torch.tensor([q])
     rows = torch.tensor([p, p])
-    out = verify(ops, rows, [0], [0.9] * 64, grid(64), draft=draft, rule=rule)
+    out = verify(ops, rows, [0], [0.9] * POINTS, GRID, draft=draft, rule=rule)
     for found, share in zip(recovered_counts(out, len(p)), expected, strict=True):
-        assert abs(found - share) <= (1 if share else 0)
+        assert abs(found - POINTS * share) <= (1 if share else 0)
 
 
 def test_b016_inputs_are_left_alone(ops: Any) -> None:
@@ -269,9 +275,9 @@ def test_b021_large_vocabularies(ops: Any, vocab: int) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_b024_min_p_reaches_verified_rows(ops: Any, rule: str) -> None:
-    logits, params = log([[0.6, 0.2, 0.2]] * 2), SamplingParams.make(1.0, min_p=0.5, batch=16)
-    out = verify(ops, logits, [1], grid(16), grid(16), law=params, rule=rule)
-    assert emitted(out) == [[0]] * 16
+    logits, params = log([[0.6, 0.2, 0.2]] * 2), SamplingParams.make(1.0, min_p=0.5, batch=POINTS)
+    out = verify(ops, logits, [1], GRID, GRID, law=params, rule=rule)
+    assert emitted(out) == [[0]] * POINTS
 
 
 def test_b025_every_row_uses_its_own_requests_parameters(ops: Any) -> None:
@@ -300,10 +306,10 @@ def test_b025_every_row_uses_its_own_requests_parameters(ops: Any) -> None:
 def test_b027_filtered_draft_law_is_renormalised(ops: Any, rule: str) -> None:
     draft = log([[0.4, 0.3, 0.2, 0.1]])
     law = law_of(ops, draft, 1.0, 2)
-    rows = draft.expand(64, 4)
-    laws = Law(*(field.expand(64) for field in law))
-    drawn = ops.sample(rows, laws, coins=torch.tensor(grid(64), dtype=torch.float64))
-    assert counts(drawn[:, 0].tolist(), 4) == [37, 27, 0, 0]
+    rows = draft.expand(POINTS, 4)
+    coins = torch.tensor(GRID, dtype=torch.float64)
+    drawn = ops.sample(rows, law_of(ops, rows, 1.0, 2), coins=coins)
+    assert counts(drawn[:, 0].tolist(), 4) == [9, 7, 0, 0]
     # 0.2 / (4 / 7) = 0.35, where the unfiltered 0.4 would accept half of the time.
     target = torch.tensor([[0.2, 0.3, 0.25, 0.25]] * 2).log()
     out = verify(
@@ -322,10 +328,10 @@ def test_b027_filtered_draft_law_is_renormalised(ops: Any, rule: str) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_b028_draws_follow_the_temperature(ops: Any, temperature: float) -> None:
-    logits = torch.tensor([[2.0, 1.5, 1.0, 0.5]]).expand(64, 4)
-    coins = torch.tensor(grid(64), dtype=torch.float64)
+    logits = torch.tensor([[2.0, 1.5, 1.0, 0.5]]).expand(POINTS, 4)
+    coins = torch.tensor(GRID, dtype=torch.float64)
     drawn = ops.sample(logits, law_of(ops, logits, temperature), coins=coins)
-    shares = (logits[0].double() / temperature).softmax(0) * 64
+    shares = (logits[0].double() / temperature).softmax(0) * POINTS
     for found, share in zip(counts(drawn[:, 0].tolist(), 4), shares.tolist(), strict=True):
         assert abs(found - share) <= 1
 
@@ -338,7 +344,7 @@ def test_b029_filtered_ids_are_neither_accepted_nor_recovered(
     target, draft = log([[0.5, 0.3, 0.15, 0.05]] * 2), log([[0.25] * 4])
     laws = {"law": law_of(ops, target, 1.0, 0, 0.6), "draft_law": law_of(ops, draft, 1.0)}
     out = verify(
-        ops, target, [token], [0.0, *grid(15)], [0.0, *grid(15)], draft=draft, rule=rule, **laws
+        ops, target, [token], [0.0, *GRID[1:]], [0.0, *GRID[1:]], draft=draft, rule=rule, **laws
     )
     assert all(set(tokens) <= {0, 1} for tokens in emitted(out))
 
@@ -369,14 +375,14 @@ def test_b031_with_q_more_is_accepted_than_without(ops: Any, rule: str) -> None:
     rows, draft = torch.tensor([p, p]), torch.tensor([q])
     assert ops.overlap(rows[:1], None, draft, None).tolist() == pytest.approx([0.9])
     rates = {}
-    coins = grid(50)
+    coins = [(i + 0.5) / 20 for i in range(20)]
     for name, law in (("sampled", draft), ("fixed", None)):
         rates[name] = 0.0
         for token in range(4):
             out = verify(ops, rows, [token], coins, coins, draft=law, rule=rule)
-            rates[name] += q[token] * int(out.accepted_lens.sum()) / 50
-    assert rates["sampled"] == pytest.approx(0.90, abs=0.005)
-    assert rates["fixed"] == pytest.approx(0.47, abs=0.005)
+            rates[name] += q[token] * int(out.accepted_lens.sum()) / 20
+    assert rates["sampled"] == pytest.approx(0.90, abs=0.01)
+    assert rates["fixed"] == pytest.approx(0.47, abs=0.01)
 
 
 def test_b036_draft_laws_travel_with_their_ids(ops: Any) -> None:
@@ -415,7 +421,7 @@ def test_tiny_temperature_is_the_argmax(
     rows = torch.tensor([logits] * 10, dtype=torch.float64).to(dtype)
     law = law_of(ops, rows, temperature)
     assert all(bool(torch.isfinite(field).all()) for field in law._replace(cutoff=law.row_max))
-    coins = torch.tensor([*grid(8), 0.0, LAST_COIN], dtype=torch.float64)
+    coins = torch.tensor([*GRID[::2], 0.0, LAST_COIN], dtype=torch.float64)
     assert ops.sample(rows, law, coins=coins).tolist() == [[1]] * 10
     seeds = torch.arange(10)
     assert ops.sample(rows, law, noise=(seeds, seeds)).tolist() == [[1]] * 10
@@ -432,7 +438,7 @@ def test_bounds_of_the_temperature_are_inside(ops: Any) -> None:
 
 
 def test_b062_an_id_of_weight_zero_is_never_drawn(ops: Any) -> None:
-    coins = torch.tensor([0.0, 2.0**-53, *grid(8), LAST_COIN], dtype=torch.float64)
+    coins = torch.tensor([0.0, 2.0**-53, *GRID, LAST_COIN], dtype=torch.float64)
     rows = torch.tensor([[0.0, 1.0, 0.0]]).expand(len(coins), 3)
     assert ops.sample(rows, None, coins=coins).tolist() == [[1]] * len(coins)
     assert ops.sample(rows.log(), law_of(ops, rows.log(), 1.0), coins=coins).tolist() == [
@@ -452,10 +458,10 @@ def test_b063_four_million_ids(ops: Any) -> None:
 
 
 def test_b064_noise_never_picks_an_underflowed_id(ops: Any) -> None:
-    rows = torch.tensor([[-2000.0, 0.0, -math.inf, -3000.0]]).expand(16, 4)
-    seeds = torch.arange(16)
+    rows = torch.tensor([[-2000.0, 0.0, -math.inf, -3000.0]]).expand(POINTS, 4)
+    seeds = torch.arange(POINTS)
     drawn = ops.sample(rows, law_of(ops, rows, 1.0), noise=(seeds, seeds + 9))
-    assert drawn.tolist() == [[1]] * 16
+    assert drawn.tolist() == [[1]] * POINTS
 
 
 def test_b064_b065_noise_is_positive_and_finite_at_its_ends(
@@ -486,17 +492,17 @@ def test_b064_b065_noise_is_positive_and_finite_at_its_ends(
 def test_filters_keep(
     ops: Any, p: list[float], parameters: tuple[Any, ...], kept: list[int]
 ) -> None:
-    rows = log([p]).expand(64, len(p))
+    rows = log([p]).expand(POINTS, len(p))
     law = law_of(ops, rows, *parameters)
     assert (rows[0] >= law.cutoff[0]).nonzero().flatten().tolist() == kept
-    drawn = ops.sample(rows, law, coins=torch.tensor(grid(64), dtype=torch.float64))
+    drawn = ops.sample(rows, law, coins=torch.tensor(GRID, dtype=torch.float64))
     found = counts(drawn[:, 0].tolist(), len(p))
     total = sum(p[x] for x in kept)
-    assert all(abs(found[x] - 64 * p[x] / total) <= 1 for x in kept)
+    assert all(abs(found[x] - POINTS * p[x] / total) <= 1 for x in kept)
 
 
 def test_b070_a_flat_bf16_row_of_131072_ids_is_drawn_flat(ops: Any) -> None:
-    vocab, coins = 131072, torch.tensor(grid(8), dtype=torch.float64)
+    vocab, coins = 131072, torch.tensor(GRID[::2], dtype=torch.float64)
     rows = torch.ones(1, vocab, dtype=torch.bfloat16).expand(8, vocab)
     drawn = ops.sample(rows, law_of(ops, rows, 1.0), coins=coins)[:, 0]
     assert bool(((drawn - coins * vocab).abs() <= 1).all())
@@ -578,16 +584,16 @@ def test_b087_places_behind_the_emitted_tokens_are_marked(ops: Any, rule: str) -
 def test_b102_a_narrower_draft_leaves_its_missing_ids_to_the_target(ops: Any, rule: str) -> None:
     p = torch.tensor([[0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.4, 0.0]] * 2)
     q = torch.full((1, 6), 1 / 6)
-    out = verify(ops, p, [0], [0.9] * 16, grid(16), draft=q, rule=rule)
-    assert recovered_counts(out, 8) == [0] * 6 + [16, 0]
+    out = verify(ops, p, [0], [0.9] * POINTS, GRID, draft=q, rule=rule)
+    assert recovered_counts(out, 8) == [0] * 6 + [POINTS, 0]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_b103_a_wider_draft_never_emits_its_extra_ids(ops: Any, rule: str) -> None:
     p, q = torch.full((2, 6), 1 / 6), torch.full((1, 8), 1 / 8)
-    out = verify(ops, p, [7], [0.0, *grid(15)], grid(16), draft=q, rule=rule)
+    out = verify(ops, p, [7], [0.0, *GRID[1:]], GRID, draft=q, rule=rule)
     assert max(recovered_counts(out, 8)[6:]) == 0
-    assert out.status.tolist() == [OK] * 16
+    assert out.status.tolist() == [OK] * POINTS
     out = verify(ops, p, [8], [0.0], [0.5], draft=q, rule=rule)
     assert out.status.tolist() == [INVALID_DRAFT]
 
@@ -607,7 +613,7 @@ def test_b107_a_mapped_draft_law_meets_the_right_target_ids(ops: Any, rule: str)
     # Id 1 is column 3 of the draft: accepted with 0.1 / 0.4. The residual is 0.3 at 4, 0.2 at 7.
     out = verify(ops, p, [1], [0.24], [0.5], **options)
     assert out.accepted_lens.tolist() == [1]
-    out = verify(ops, p, [1], [0.26] * 20, grid(20), **options)
+    out = verify(ops, p, [1], [0.26] * 20, [(i + 0.5) / 20 for i in range(20)], **options)
     assert recovered_counts(out, 8) == [0, 0, 0, 0, 12, 0, 0, 8]
     out = verify(ops, p, [4], [0.0], [0.5], **options)  # no column: not drawn from this law
     assert out.accepted_lens.tolist() == [0]

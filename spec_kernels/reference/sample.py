@@ -38,7 +38,7 @@ def sample(
     k: int = 1,
     replacement: bool = False,
 ) -> Tensor:
-    """Sample one token per row from its law.
+    """Sample one token per row from its law; a greedy row has the one-hot law of its argmax.
 
     Args:
         logits: `[rows, vocab]` float.
@@ -71,9 +71,7 @@ def sample(
         if not is_valid(law, row, rows):
             continue
         p = probabilities(logits, law, row)
-        if law is not None and float(law.inv_temperature[row]) == 0.0:
-            tokens[row, 0] = law.argmax[row]
-        elif coins is not None:
+        if coins is not None:
             tokens[row, 0] = draw(float(coins[row]), p)
         elif noise is not None and bool((p > 0).any()):
             tokens[row, 0] = _race(p, noise[0][row], noise[1][row])
