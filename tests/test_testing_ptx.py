@@ -185,7 +185,9 @@ def test_unknown_instructions_are_refused() -> None:
 
 def test_nothing_is_skipped_silently() -> None:
     """Inline assembly stands in a scope of its own on one line, with its own registers."""
-    text = """.entry f(.param .u64 f_param_0) .reqntid 32 {
+    text = """.entry f(.param .u64 f_param_0)
+.reqntid 32
+{
     .reg .b32 %r<3>;  .reg .b64 %rd<2>;
     mov.b64 %rd1, 0x0000000500000003;
     { .reg .b32 tmp; mov.b64 {%r1, tmp}, %rd1; add.u32 %r1, %r1, tmp; }

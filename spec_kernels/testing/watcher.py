@@ -47,13 +47,13 @@ class Launch:
     Attributes:
         kernel, grid: name of the kernel and its grid.
         lines: use by `(file.py:line, "load" | "store" | "atomic", argument)`.
-        distinct_load_bytes: different bytes loaded; what a perfect cache would fetch.
+        distinct: different bytes loaded of each argument; what a perfect cache would fetch.
     """
 
     kernel: str
     grid: Program
     lines: dict[tuple[str, str, str], LineUse] = field(default_factory=dict)
-    distinct_load_bytes: int = 0
+    distinct: dict[str, int] = field(default_factory=dict)
 
     def bytes(self, kind: str, argument: str | None = None) -> int:
         """Return the bytes moved by accesses of this kind, for all arguments or one."""
@@ -67,6 +67,11 @@ class Launch:
     def load_bytes(self) -> int:
         """Bytes loaded, repeated loads counted each time."""
         return self.bytes("load")
+
+    @property
+    def distinct_load_bytes(self) -> int:
+        """Different bytes loaded, of all arguments."""
+        return sum(self.distinct.values())
 
     @property
     def store_bytes(self) -> int:
@@ -177,7 +182,10 @@ class Watch:
         """All programs ran: look for races."""
         loads, stores, atomics = (join(self._touched[k]) for k in ("load", "store", "atomic"))
         if loads is not None:
-            self._current.distinct_load_bytes = total(loads.low, loads.high)
+            for region in self._regions:
+                inside = (loads.low >= region.low) & (loads.low < region.high)
+                distinct = total(loads.low[inside], loads.high[inside])
+                self._current.distinct[region.name] = distinct
         if self.races:
             for what, writes, others in (
                 ("store/store", stores, stores),

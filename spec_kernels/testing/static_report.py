@@ -1,0 +1,252 @@
+"""What this library's kernels use and move, known without a GPU.
+
+`rows` compiles real launches at real sizes and reads their machine code; `traffic` interprets one
+and counts its bytes. `tests/budgets.toml` holds the limits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spec_kernels import kernels
+from spec_kernels.kernels.accept import residual_mass_kernel
+from spec_kernels.types import Draft, Law, SamplingParams
+
+from .dry_run import CompiledLaunch, dry_run
+from .resources import Mix, Resources, measure
+from .targets import CHIPS
+from .timing import bound
+
+
+class Configuration(NamedTuple):
+    """One way to call the chain step.
+
+    Attributes:
+        name: in tables and in the budgets.
+        vocab, stride: ids per row, and elements from row to row.
+        dtype: of both rows of logits.
+        rule: "block" or "token".
+        drafts: "dense" (laws given) or "fixed".
+        filters: with top-k, top-p and min-p.
+        batch, gamma: requests, drafts each.
+    """
+
+    name: str
+    vocab: int = 128256
+    stride: int = 128256
+    dtype: torch.dtype = torch.bfloat16
+    rule: str = "block"
+    drafts: str = "dense"
+    filters: bool = False
+    batch: int = 32
+    gamma: int = 4
+
+
+CONFIGURATIONS: Final = {
+    c.name: c
+    for c in (
+        Configuration("bf16"),
+        Configuration("f32", dtype=torch.float32),
+        Configuration("bf16-token", rule="token"),
+        Configuration("bf16-fixed", drafts="fixed", rule="token"),
+        Configuration("bf16-filters", filters=True),
+        Configuration("f32-filters", dtype=torch.float32, filters=True),
+        Configuration("bf16-padded", vocab=50257, stride=50304),
+        Configuration("bf16-odd", vocab=50257, stride=50257),
+        Configuration("f32-odd", vocab=32001, stride=32001, dtype=torch.float32),
+        Configuration("bf16-152k", vocab=151936, stride=151936),
+    )
+}
+"""The hot configurations: vocabulary sizes divisible by 16 and not, row starts aligned and not."""
+
+
+def _rows(rows: int, c: Configuration, device: str, sharpness: float) -> Tensor:
+    memory = torch.empty(rows, c.stride, dtype=c.dtype, device=device)
+    if device != "meta":
+        memory.copy_(torch.randn(memory.shape) * sharpness)
+    return memory[:, : c.vocab]
+
+
+def run_step(c: Configuration, device: str = "meta", sharpness: float = 2.0) -> None:
+    """Call `kernels.accept` once, from sampling parameters, as the decoder does.
+
+    Args:
+        c: what to call it with.
+        device: "meta" inside `dry_run`; "cpu" inside `watch`, with random rows, and drafts that
+            the target rejects at once, so that every residual is needed.
+        sharpness: standard deviation of random logits.
+    """
+    nodes, batch = c.gamma + 1, c.batch
+
+    def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    target = _rows(batch * nodes, c, device, sharpness)
+    own = _rows(batch * nodes, c, device, sharpness)
+    place = torch.arange(batch * nodes, dtype=torch.int32, device=device).view(batch, nodes)
+    ids = place.long() * 37 % c.vocab
+    filters: tuple[Tensor | None, ...] = (None, None, None)
+    if c.filters:
+        filters = (
+            full((batch,), 50, torch.int32),
+            full((batch,), 0.95, torch.float32),
+            full((batch,), 0.01, torch.float32),
+        )
+    params = SamplingParams(full((batch,), 0.8, torch.float32), *filters)
+    law = None
+    if c.drafts == "dense":
+        if device == "meta":
+            floats = [full((batch * nodes,), 0, torch.float32) for _ in range(4)]
+            ints = [full((batch * nodes,), 0, d) for d in (torch.int64, torch.int32)]
+            law = Law(*floats, *ints)
+        else:
+            own.scatter_(1, ids.roll(-1, 1).view(-1, 1), 20.0)  # drafts that the target rejects
+            law = kernels.row_law(own, params, (place // nodes).view(-1).int())
+    draft = Draft(
+        ids,
+        full((batch,), nodes, torch.int32),
+        None,
+        own if law is not None else None,
+        law,
+        place.roll(1, 1) if law is not None else None,
+    )
+    kernels.accept(
+        draft,
+        target,
+        params,
+        place,
+        full((batch, nodes), 0.5, torch.float64),
+        full((batch,), 0.5, torch.float64),
+        rule=c.rule,
+        max_depth=c.gamma,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one configuration on one target.
+
+    Attributes:
+        kernel, target, configuration: what was compiled.
+        launches: of the whole step.
+        registers, spill_bytes, shared_bytes: per thread, per thread, per program.
+        load_bits: width that carries most bytes on the hot path.
+        instructions_per_element: a thread's instructions on the hot path, per vocabulary id of
+            its tiles (per pair of ids where two rows are read); None for kernels that stream none.
+        mma: matrix instructions.
+        bound: what binds it by the model of `timing`, by chip.
+    """
+
+    kernel: str
+    target: str
+    configuration: str
+    launches: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    load_bits: int
+    instructions_per_element: float | None
+    mma: str
+    bound: dict[str, str]
+
+
+def _line(function: Any, text: str, occurrence: int) -> str:
+    """Return "file.py:line" of the n-th line of a function that holds a text."""
+    lines, first = inspect.getsourcelines(function.fn)
+    found = [first + i for i, line in enumerate(lines) if text in line]
+    return f"{function.fn.__code__.co_filename.rsplit('/', 1)[-1]}:{found[occurrence]}"
+
+
+def _hot_path(launch: CompiledLaunch, resources: Resources) -> tuple[Mix, float | None]:
+    """Return the mix of a program's hot path, and its instructions per id."""
+    arguments = launch.arguments
+    if launch.kernel == "tile_stats_kernel":
+        path = resources.path()
+        ids = arguments["CHUNKS"] * arguments["LANES"] * arguments["WIDTH"]
+        return path, path.instructions * resources.threads / ids
+    if launch.kernel != "residual_mass_kernel":
+        return resources.path(), None
+    through: Sequence[str] = ()
+    if arguments["SOURCE"] == "slots" and arguments["inputs"].draft_row is not None:
+        through = (_line(residual_mass_kernel, "sum_tiles(", 0),)
+    path = resources.path(through)
+    chunks, lanes, width = arguments["SHAPE"]
+    step = arguments["step"]
+    loops = [x for x in resources.loops if x.load_bytes]
+    body = min(loops, key=lambda x: (-x.load_bytes, x.instructions), default=None)
+    again = (step - 1) * body.instructions if body is not None else 0
+    total = (path.instructions + again) * resources.threads
+    return path, total / (step * chunks * lanes * width)
+
+
+def rows(
+    target: str, names: Iterable[str] = tuple(CONFIGURATIONS), run: Callable[..., None] = run_step
+) -> list[Row]:
+    """Compile the chain step in the named configurations for a target, and read what it uses.
+
+    Args:
+        target: one of `TARGETS`.
+        names: of `CONFIGURATIONS`.
+        run: launches a configuration on the meta device.
+    """
+    out = []
+    chips = [name for name, chip in CHIPS.items() if chip.target == target]
+    for name in names:
+        with dry_run(target) as launches:
+            run(CONFIGURATIONS[name])
+        for launch in launches:
+            resources = measure(launch.compiled, target)
+            path, per_id = _hot_path(launch, resources)
+            out.append(
+                Row(
+                    launch.kernel,
+                    target,
+                    name,
+                    len(launches),
+                    resources.registers,
+                    resources.spill_bytes,
+                    resources.shared_bytes,
+                    path.load_bits,
+                    None if per_id is None else round(per_id, 2),
+                    " ".join(resources.mma),
+                    {chip: bound(resources, chip, path) for chip in chips},
+                )
+            )
+    return out
+
+
+def floor_bytes(c: Configuration) -> int:
+    """Return the bytes that the chain step must read: every target row once, and for the residual
+    both rows of a pair per draft (block rule) or per rejecting request (token rule)."""
+    row = c.vocab * c.dtype.itemsize
+    pairs = 0
+    if c.drafts == "dense":
+        pairs = c.batch * (c.gamma if c.rule == "block" else 1)
+    return row * (c.batch * (c.gamma + 1) + 2 * pairs)
+
+
+def to_json(found: Iterable[Row]) -> str:
+    """Return rows as one JSON array."""
+    return json.dumps([asdict(row) for row in found], indent=1)
+
+
+def to_table(found: Iterable[Row]) -> str:
+    """Return rows as aligned text."""
+    head = ["kernel", "target", "configuration", "launches", "regs", "spill", "shared", "load"]
+    lines = [[*head, "instr/id", "bound (model)"]]
+    for r in found:
+        numbers = (r.launches, r.registers, r.spill_bytes, r.shared_bytes, r.load_bits)
+        per_id = "-" if r.instructions_per_element is None else f"{r.instructions_per_element:.1f}"
+        bounds = " ".join(f"{chip}:{what}" for chip, what in r.bound.items())
+        lines.append([r.kernel, r.target, r.configuration, *map(str, numbers), per_id, bounds])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
