@@ -106,22 +106,27 @@ def select_config(
 
 
 def config_of(*rows: Tensor) -> TileConfig:
-    """Choose the tile for tensors of rows that are read together: unaligned if one of them is.
-
-    Raises:
-        ValueError: the ids of a row aren't neighbours in memory.
-    """
+    """Choose the tile for tensors of rows that are read together: unaligned if one of them is."""
+    vocab = max(tensor.shape[1] for tensor in rows)
     configs = []
     for tensor in rows:
-        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise ValueError(
-                f"rows must have unit stride along the vocabulary, got {tensor.stride(1)}"
-            )
-        vocab = max(tensor.shape[1] for tensor in rows)
-        configs.append(select_config(vocab, tensor.dtype, tensor.stride(0), tensor.data_ptr()))
-    if any(config.width == 1 for config in configs):
-        return next(config for config in configs if config.width == 1)
-    return max(configs, key=lambda config: config.width)
+        base = tensor.data_ptr() if column_stride(tensor) == 1 else 1
+        configs.append(select_config(vocab, tensor.dtype, tensor.stride(0), base))
+    return min(configs, key=lambda config: config.width if config.width == 1 else -config.width)
+
+
+def column_stride(rows: Tensor) -> int:
+    """Elements from one id of a row to the next. The compiler drops the factor where it is 1.
+
+    Raises:
+        ValueError: the ids are so far apart that their offsets in a row exceed 32 bits.
+    """
+    vocab, stride = rows.shape[1], rows.stride(1)
+    if vocab <= 1:
+        return 1
+    if vocab * stride >= 2**31:
+        raise ValueError(f"a row must span less than 2**31 elements, got {vocab} * {stride}")
+    return stride
 
 
 @triton.jit
@@ -141,6 +146,7 @@ def load_tile(
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    stride_col=1,
 ):
     """Read the ids `first ..` of a row as float32; `other` stands behind the end of the row.
 
@@ -149,9 +155,9 @@ def load_tile(
     """
     offs = first + tile_offsets(CHUNKS, LANES, WIDTH)
     if first + CHUNKS * LANES * WIDTH <= vocab:
-        x = tl.load(row_ptr + offs)
+        x = tl.load(row_ptr + offs * stride_col)
     else:
-        x = tl.load(row_ptr + offs, mask=offs < vocab, other=other)
+        x = tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=other)
     return x.to(tl.float32)
 
 
@@ -233,6 +239,7 @@ def first_argmax(
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    stride_col=1,
 ):
     """First id with the largest logit: one tile, the first that holds it, is read again.
 
@@ -245,7 +252,7 @@ def first_argmax(
     offs = tile_offsets(PART, LANES, WIDTH)
     place = tl.full((PART, LANES, WIDTH), TILE, tl.int32)
     for start in range(0, TILE, PART * LANES * WIDTH):
-        x = load_tile(row_ptr, tile * TILE + start, vocab, NEG_INF, PART, LANES, WIDTH)
+        x = load_tile(row_ptr, tile * TILE + start, vocab, NEG_INF, PART, LANES, WIDTH, stride_col)
         place = tl.minimum(place, tl.where(x == row_max, start + offs, TILE))
     return tile * TILE + tl.min(place)
 

@@ -20,7 +20,7 @@ A NaN or an infinity shows in (max, sum), so status costs no pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from spec_kernels.kernels._device import (
     PAD_TOKEN,
     TOP_P_SLACK,
     TileConfig,
+    column_stride,
     combine_tiles,
     config_of,
     first_argmax,
@@ -115,6 +116,7 @@ def tile_stats_kernel(
     slot_request_ptr,  # [slots] i32, or None: slot i belongs to request i // nodes
     num_nodes_ptr,  # [batch] i32, or None: every slot is present
     logits_stride_row,
+    logits_stride_col,
     rows,
     batch,
     nodes,
@@ -136,7 +138,7 @@ def tile_stats_kernel(
 
     scale = invert_temperature(tl.load(temperature_ptr + request)) * LOG2E
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride_row
-    x = load_tile(row_ptr, tile * TILE, vocab, NEG_INF, CHUNKS, LANES, WIDTH)
+    x = load_tile(row_ptr, tile * TILE, vocab, NEG_INF, CHUNKS, LANES, WIDTH, logits_stride_col)
     tile_max, tile_sum, lane_max = measure_tile(x, scale)
 
     place = slot.to(tl.int64) * tl.num_programs(1) + tile
@@ -147,6 +149,16 @@ def tile_stats_kernel(
 
 
 # --------------------------------------------------------------------------------- cutoff search
+
+
+class Row(NamedTuple):
+    """A row that is searched."""
+
+    ptr: Any
+    stride_col: Any
+    vocab: Any
+    row_max: Any
+    scale: Any
 
 
 @triton.jit
@@ -209,96 +221,65 @@ def list_groups(list_ptr, group_ptr, groups, bound, GROUP_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_candidates(
-    row_ptr,
-    list_ptr,
-    start,
-    count,
-    vocab,
-    CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
-):
+def load_candidates(row, list_ptr, start, listed, SHAPE: tl.constexpr, FEW: tl.constexpr):
     """Logits of FEW listed groups: `[CHUNKS, FEW, WIDTH]`, -inf behind the end."""
+    CHUNKS: tl.constexpr = SHAPE[0]
+    LANES: tl.constexpr = SHAPE[1]
+    WIDTH: tl.constexpr = SHAPE[2]
     place = start + tl.arange(0, FEW)
-    group = tl.load(list_ptr + place, mask=place < count, other=0)
+    group = tl.load(list_ptr + place, mask=place < listed, other=0)
     first = group // LANES * (CHUNKS * LANES * WIDTH) + group % LANES * WIDTH
     chunk = tl.arange(0, CHUNKS) * (LANES * WIDTH)
     ids = first[None, :, None] + chunk[:, None, None] + tl.arange(0, WIDTH)[None, None, :]
-    mask = (place < count)[None, :, None] & (ids < vocab)
-    return tl.load(row_ptr + ids, mask=mask, other=NEG_INF).to(tl.float32)
+    mask = (place < listed)[None, :, None] & (ids < row.vocab)
+    return tl.load(row.ptr + ids * row.stride_col, mask=mask, other=NEG_INF).to(tl.float32)
 
 
 @triton.jit
-def measure_candidates(
-    x,  # the first block, held in registers
-    row_ptr,
-    list_ptr,
-    listed,
-    bound,
-    row_max,
-    scale,
-    vocab,
-    CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
-):
-    """Number and mass of the candidates that are >= bound."""
+def mass_from(x, bound, row):
+    """Unnormalised mass of the logits that are >= bound."""
+    return tl.sum(tl.where(x >= bound, tl.exp2((x - row.row_max) * row.scale), 0.0))
+
+
+@triton.jit
+def measure_candidates(x, bound, row, list_ptr, listed, SHAPE: tl.constexpr, FEW: tl.constexpr):
+    """Number and mass of the candidates that are >= bound; x is their first block."""
     count = tl.sum((x >= bound).to(tl.int32))
-    mass = tl.sum(tl.where(x >= bound, tl.exp2((x - row_max) * scale), 0.0))
+    mass = mass_from(x, bound, row)
     for start in range(FEW, listed, FEW):
-        more = load_candidates(row_ptr, list_ptr, start, listed, vocab, CHUNKS, LANES, WIDTH, FEW)
+        more = load_candidates(row, list_ptr, start, listed, SHAPE, FEW)
         count += tl.sum((more >= bound).to(tl.int32))
-        mass += tl.sum(tl.where(more >= bound, tl.exp2((more - row_max) * scale), 0.0))
+        mass += mass_from(more, bound, row)
     return count, mass
 
 
 @triton.jit
 def finish_candidates(
-    x,  # the first block, held in registers
-    row_ptr,
-    list_ptr,
-    listed,
-    bound,
-    least,
-    row_max,
-    scale,
-    vocab,
-    CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
+    x, bound, least, row, list_ptr, listed, SHAPE: tl.constexpr, FEW: tl.constexpr
 ):
     """Smallest candidate >= bound, and the mass of those that are also >= least."""
     both = tl.maximum(bound, least)
     smallest = tl.min(tl.where(x >= bound, x, INF))
-    mass = tl.sum(tl.where(x >= both, tl.exp2((x - row_max) * scale), 0.0))
+    mass = mass_from(x, both, row)
     for start in range(FEW, listed, FEW):
-        more = load_candidates(row_ptr, list_ptr, start, listed, vocab, CHUNKS, LANES, WIDTH, FEW)
+        more = load_candidates(row, list_ptr, start, listed, SHAPE, FEW)
         smallest = tl.minimum(smallest, tl.min(tl.where(more >= bound, more, INF)))
-        mass += tl.sum(tl.where(more >= both, tl.exp2((more - row_max) * scale), 0.0))
+        mass += mass_from(more, both, row)
     return smallest, mass
 
 
 @triton.jit
 def search_cutoff(
-    row_ptr,
-    list_ptr,
-    group_ptr,
-    groups,
+    row,
+    row_sum,
     top_k,  # off unless 0 < top_k < vocab
     top_p,  # off unless < 1
     least,  # the bound of min-p, -inf if off
-    row_max,
-    row_sum,
-    scale,
-    vocab,
+    list_ptr,
+    group_ptr,
+    groups,
     SHIFT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr,
     FEW: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
 ):
@@ -308,7 +289,7 @@ def search_cutoff(
     logit, until no float or only one candidate is left between the two. Without top-k the number
     of groups that top-p needs is unknown: few at first, then four times as many.
     """
-    by_count = (top_k > 0) & (top_k < vocab)
+    by_count = (top_k > 0) & (top_k < row.vocab)
     by_mass = top_p < 1.0
     share = top_p * (1.0 - TOP_P_SLACK)
     want = tl.where(by_count, top_k, FEW // 2)
@@ -320,42 +301,35 @@ def search_cutoff(
         if by_count | by_mass:
             bound = tl.full((), NEG_INF, tl.float32)
             if want <= groups:
-                bound = bound_groups(group_ptr, groups, want, row_max, SHIFT, GROUP_BLOCK, FEW)
+                bound = bound_groups(group_ptr, groups, want, row.row_max, SHIFT, GROUP_BLOCK, FEW)
         listed = list_groups(list_ptr, group_ptr, groups, bound, GROUP_BLOCK)
-        x = load_candidates(row_ptr, list_ptr, 0, listed, vocab, CHUNKS, LANES, WIDTH, FEW)
-        count, mass = measure_candidates(
-            x, row_ptr, list_ptr, listed, bound, row_max, scale, vocab, CHUNKS, LANES, WIDTH, FEW
-        )
+        x = load_candidates(row, list_ptr, 0, listed, SHAPE, FEW)
+        count, mass = measure_candidates(x, bound, row, list_ptr, listed, SHAPE, FEW)
         searching = by_mass & (not by_count) & (mass < share * row_sum) & (bound > NEG_INF)
         want *= 4
         if not searching:
             low = order_key(bound) >> SHIFT
-            whole = tl.where(by_count, mass, row_sum)
             for stage in range(2):
                 want_count = tl.where(stage == 0, top_k, 0)
+                whole = tl.where(by_count, mass, row_sum)
                 want_mass = tl.where(stage == 0, 0.0, share * whole)
-                high = order_key(row_max) >> SHIFT
+                high = order_key(row.row_max) >> SHIFT
                 high = tl.where(tl.where(stage == 0, by_count, by_mass), high, low)
                 above = 0
                 while (low < high) & (count - above > 1):
                     middle, probe = halve(low, high, SHIFT)
                     reached, weight = measure_candidates(
-                        x, row_ptr, list_ptr, listed, probe, row_max, scale, vocab,
-                        CHUNKS, LANES, WIDTH, FEW,
-                    )  # fmt: skip
+                        x, probe, row, list_ptr, listed, SHAPE, FEW
+                    )
                     enough = (reached >= want_count) & (weight >= want_mass)
                     low = tl.where(enough, middle, low)
                     count = tl.where(enough, reached, count)
                     mass = tl.where(enough, weight, mass)
                     high = tl.where(enough, high, middle - 1)
                     above = tl.where(enough, above, reached)
-                whole = tl.where(by_count, mass, row_sum)
             if by_count | by_mass:
                 bound = order_unkey(low << SHIFT)
-            smallest, mass = finish_candidates(
-                x, row_ptr, list_ptr, listed, bound, least, row_max, scale, vocab,
-                CHUNKS, LANES, WIDTH, FEW,
-            )  # fmt: skip
+            smallest, mass = finish_candidates(x, bound, least, row, list_ptr, listed, SHAPE, FEW)
             if by_count | by_mass:
                 cutoff = tl.maximum(smallest, least)
     return cutoff, mass
@@ -382,6 +356,7 @@ def find_cutoff_kernel(
     slot_request_ptr,  # [slots] i32, or None: slot i belongs to request i // nodes
     num_nodes_ptr,  # [batch] i32, or None: every slot is present
     logits_stride_row,
+    logits_stride_col,
     rows,
     batch,
     nodes,
@@ -429,7 +404,9 @@ def find_cutoff_kernel(
 
     argmax = tl.full((), PAD_TOKEN, tl.int32)
     if valid:
-        argmax = first_argmax(row_ptr, tile_max, row_max, vocab, CHUNKS, LANES, WIDTH)
+        argmax = first_argmax(
+            row_ptr, tile_max, row_max, vocab, CHUNKS, LANES, WIDTH, logits_stride_col
+        )
     sampled = valid & is_sampled(temperature)
     tl.store(inv_temperature_ptr + slot, tl.where(sampled, inv_temperature, 0.0))
     tl.store(row_max_ptr + slot, tl.where(valid, row_max, 0.0))
@@ -443,9 +420,10 @@ def find_cutoff_kernel(
         if sampled & has_filter:
             groups = tiles * LANES
             start = slot.to(tl.int64) * groups
+            searched = Row(row_ptr, logits_stride_col, vocab, row_max, scale)
             cutoff, mass = search_cutoff(
-                row_ptr, list_ptr + start, group_max_ptr + start, groups, top_k, top_p, least,
-                row_max, mass, scale, vocab, SHIFT, CHUNKS, LANES, WIDTH, FEW, GROUP_BLOCK,
+                searched, mass, top_k, top_p, least, list_ptr + start, group_max_ptr + start,
+                groups, SHIFT, (CHUNKS, LANES, WIDTH), FEW, GROUP_BLOCK,
             )  # fmt: skip
     tl.store(cutoff_ptr + slot, cutoff)
     tl.store(log_sum_ptr + slot, tl.where(sampled, tl.log(mass), 0.0))
@@ -517,6 +495,7 @@ def tile_stats(
             slot_request_ptr=slots.request,
             num_nodes_ptr=slots.num_nodes,
             logits_stride_row=logits.stride(0),
+            logits_stride_col=column_stride(logits),
             rows=rows,
             batch=params.temperature.shape[0],
             nodes=slots.nodes,
@@ -562,6 +541,7 @@ def find_cutoff(logits: Tensor, stats: TileStats, params: SamplingParams, slots:
             slot_request_ptr=slots.request,
             num_nodes_ptr=slots.num_nodes,
             logits_stride_row=logits.stride(0),
+            logits_stride_col=column_stride(logits),
             rows=rows,
             batch=params.temperature.shape[0],
             nodes=slots.nodes,
@@ -572,7 +552,7 @@ def find_cutoff(logits: Tensor, stats: TileStats, params: SamplingParams, slots:
             LANES=config.lanes,
             WIDTH=config.width,
             TILES=triton.next_power_of_2(tiles),
-            FEW=FEW,
+            FEW=FEW if config.width > 1 else FEW // 2,
             GROUP_BLOCK=min(GROUP_BLOCK, triton.next_power_of_2(tiles * config.lanes)),
             num_warps=config.num_warps,
         )
