@@ -175,6 +175,18 @@ def test_invalid_rows_and_parameters_set_a_status(name: str) -> None:
 
 
 @every_layer
+def test_bounds_of_the_temperature_are_inside(name: str) -> None:
+    """The smallest and the largest temperature as float32 values, and their neighbours outside."""
+    low, high = torch.tensor(1e-5), torch.tensor(1e30)
+    zero, top = torch.tensor(0.0), torch.tensor(math.inf)
+    temperature = torch.stack((low, low.nextafter(zero), high, high.nextafter(top)))
+    logits, owner = torch.zeros(4, 40), torch.arange(4, dtype=torch.int32)
+    law = layer(name).row_law(logits, SamplingParams(temperature), owner)
+    assert (law.inv_temperature > 0).tolist() == [True, False, True, False]
+    assert law.status.tolist() == [OK, OK, OK, INVALID_TARGET]
+
+
+@every_layer
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-40, 9e-6])
 def test_greedy_laws_name_the_first_argmax(name: str, temperature: float) -> None:
     """Ties go to the first id, also across tiles; nothing is divided by the temperature (B041,

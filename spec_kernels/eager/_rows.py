@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels.types import (
+    GREEDY_TEMPERATURE,
     INVALID_TARGET,
     MAX_TEMPERATURE,
     OK,
@@ -63,10 +64,14 @@ class RowParams(NamedTuple):
         """Say whether any of the three filters can drop an id."""
         return 0 < self.top_k < vocab or self.top_p < 1.0 or self.min_p > 0.0
 
+    def is_greedy(self) -> bool:
+        """Say whether the temperature is below the bound, which is a float32 value too."""
+        return self.temperature < to_float32(GREEDY_TEMPERATURE)
+
     def is_in_range(self) -> bool:
         """Say whether every parameter is; comparisons with NaN are false."""
         return (
-            0.0 <= self.temperature <= MAX_TEMPERATURE
+            0.0 <= self.temperature <= to_float32(MAX_TEMPERATURE)
             and 0.0 < self.top_p <= 1.0
             and 0.0 <= self.min_p <= 1.0
         )

@@ -36,7 +36,7 @@ from spec_kernels.eager._rows import (
     value_reaching,
     values_from,
 )
-from spec_kernels.types import GREEDY_TEMPERATURE, OK, TOP_P_SLACK, Law, SamplingParams
+from spec_kernels.types import OK, TOP_P_SLACK, Law, SamplingParams
 
 
 def tile_stats(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> float:
@@ -134,7 +134,8 @@ class RowReader:
             ]
         self._padded = torch.zeros(max(self.vocab, width), device=logits.device)
         self._buffer = self._padded[: self.vocab]
-        self._weighed_row = -1  # the row whose unfiltered weights lie in the buffer
+        # The row whose unfiltered weights lie in the buffer, and at which temperature.
+        self._weighed: tuple[int, float] | None = None
 
     def law(self, row: int, request: int = -1) -> RowLaw:
         """Return the law of a row; that of an invalid row if there is no such row."""
@@ -165,9 +166,9 @@ class RowReader:
             return Weights(None, self._values(row))
         if law.cutoff > -math.inf:
             return self._filtered(self._values(row), law.cutoff, law.row_max, law.inv_temperature)
-        if self._weighed_row != row:
+        if self._weighed != (row, law.inv_temperature):
             tile_stats(self._values(row), law.row_max, law.inv_temperature, self._buffer)
-            self._weighed_row = row
+            self._weighed = (row, law.inv_temperature)
         return Weights(None, self._buffer)
 
     def scaled(self, row: int, law: RowLaw, scale: float) -> Weights:
@@ -177,14 +178,14 @@ class RowReader:
             scale *= math.exp(-law.log_sum)
         if ids is not None:
             return Weights(ids, mass * scale)
-        self._weighed_row = -1
+        self._weighed = None
         return Weights(None, torch.mul(mass, scale, out=self._buffer))
 
     def dense(self, row: int, law: RowLaw) -> Tensor:
         """Return the law of a valid row as a vector that ends in zeros: see `width`."""
         ids, mass = self.scaled(row, law, 1.0)
         if ids is not None:
-            self._weighed_row = -1
+            self._weighed = None
             self._buffer.zero_()[ids] = mass
         return self._padded
 
@@ -206,7 +207,7 @@ class RowReader:
         values = self.logits[row]
         if values.dtype == torch.float32 and values.is_contiguous():
             return values
-        self._weighed_row = -1
+        self._weighed = None
         return self._buffer.copy_(values)
 
     def _filtered(
@@ -218,7 +219,7 @@ class RowReader:
             mass = torch.empty(ids.numel(), device=values.device)
             tile_stats(values[ids], row_max, inv_temperature, mass)
             return Weights(ids, mass)
-        self._weighed_row = -1
+        self._weighed = None
         kept = torch.threshold_(self._buffer.copy_(values), float32_below(cutoff), -math.inf)
         tile_stats(kept, row_max, inv_temperature, self._buffer)
         return Weights(None, self._buffer)
@@ -232,7 +233,7 @@ class RowReader:
         if not math.isfinite(row_max):
             return INVALID
         argmax = first_argmax(values)
-        if params.temperature < GREEDY_TEMPERATURE:
+        if params.is_greedy():
             return RowLaw(0.0, row_max, row_max, 0.0, argmax, OK)
         inv_temperature = params.inv_temperature
         if params.has_filter(self.vocab):
@@ -242,7 +243,7 @@ class RowReader:
         else:
             cutoff = -math.inf
             total = tile_stats(values, row_max, inv_temperature, self._buffer)
-            self._weighed_row = row
+            self._weighed = (row, inv_temperature)
         return RowLaw(inv_temperature, cutoff, row_max, to_float32(math.log(total)), argmax, OK)
 
 
