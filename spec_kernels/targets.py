@@ -70,13 +70,19 @@ class Target(Protocol):
     """
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
 
     @property
-    def max_length(self) -> int | None: ...
+    def max_length(self) -> int | None:
+        """Most positions, or None."""
+        ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where tokens and caches are."""
+        ...
 
     def open(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache for `batch` requests of at most `capacity` positions each."""

@@ -118,8 +118,15 @@ def test_caches_equal_a_fresh_prefill_when_drafts_are_rejected() -> None:
     assert {0, 1, 2} <= accepted
 
 
-def test_the_draft_recovers_after_rounds_without_drafts() -> None:
-    """Public case B206: gamma 3, 0, 0, 3 leaves no hole; a copy is still accepted in full."""
+@pytest.mark.parametrize("reads_lengths", [True, False])
+def test_the_draft_recovers_after_rounds_without_drafts(
+    reads_lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Public case B206: gamma 3, 0, 0, 3 leaves no hole; a copy is still accepted in full. So it
+    is where lengths are not read, as on a GPU, and every forward has its largest width."""
+    if not reads_lengths:
+        for module in ("decoder", "proposers.draft_model"):
+            monkeypatch.setattr(f"spec_kernels.{module}.needed_width", lambda lens, most: most)
     target = gpt()
     decoder = Decoder(target, DraftModelProposer(target), gamma=3)
     request = Request([1, 2, 3], max_new_tokens=40, temperature=1.0, seed=5)

@@ -111,6 +111,8 @@ def test_text_that_may_become_a_stop_is_held_back() -> None:
 def test_the_earliest_of_two_stops_counts() -> None:
     scanner = StopScanner(stop_strings=["c", "bcd", "b"], detokenize=decode_bytes)
     assert scanner.feed(list(b"abcd")) == (2, "a", True)
+    one_token = StopScanner((), ["cd", "ab", "zz"], lambda ids: "xab cd" * len(ids))
+    assert one_token.feed([7, 7]) == (1, "x", True)
 
 
 def test_a_stop_id_leaves_no_text_and_releases_what_was_held() -> None:
