@@ -2,6 +2,7 @@
 
 from spec_kernels.kernels.accept import accept, match
 from spec_kernels.kernels.law import row_law
-from spec_kernels.kernels.random import coins, draft_coins
+from spec_kernels.kernels.random import coins, draft_coins, exponential
+from spec_kernels.kernels.sample import sample
 
-__all__ = ["accept", "coins", "draft_coins", "match", "row_law"]
+__all__ = ["accept", "coins", "draft_coins", "exponential", "match", "row_law", "sample"]

@@ -18,7 +18,7 @@ differ in the last bits of a float32 sum.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -214,6 +214,50 @@ def law_weight(x, scale, cutoff, row_max, log2_sum):
     `scale = inv_temperature * LOG2E > 0`, `log2_sum = log_sum * LOG2E`.
     """
     return tl.where(x >= cutoff, tl.exp2((x - row_max) * scale - log2_sum), 0.0)
+
+
+class LawRow(NamedTuple):
+    """The law of one row, in the units of `exp2`; a row of probabilities has IS_LAW false.
+
+    Attributes:
+        scale: inv_temperature * LOG2E; 0 = greedy.
+        cutoff, row_max: as in `Law`.
+        log2_sum: log_sum * LOG2E.
+        argmax: i32.
+        is_valid: the row's status is OK.
+    """
+
+    scale: Any
+    cutoff: Any
+    row_max: Any
+    log2_sum: Any
+    argmax: Any
+    is_valid: Any
+
+
+@triton.jit
+def load_law(law, row):
+    """Read the law of a row from a `Law` of pointers; a valid dummy if there is none."""
+    if law is None:
+        return LawRow(1.0, NEG_INF, 0.0, 0.0, PAD_TOKEN, True)
+    else:  # noqa: RET505  (the compiler needs both arms)
+        return LawRow(
+            tl.load(law.inv_temperature + row) * LOG2E,
+            tl.load(law.cutoff + row),
+            tl.load(law.row_max + row),
+            tl.load(law.log_sum + row) * LOG2E,
+            tl.load(law.argmax + row).to(tl.int32),
+            tl.load(law.status + row) == OK,
+        )
+
+
+@triton.jit
+def weigh(x, law, IS_LAW: tl.constexpr):
+    """Probabilities of the logits of a sampled row, or of a row of probabilities."""
+    if IS_LAW:
+        return law_weight(x, law.scale, law.cutoff, law.row_max, law.log2_sum)
+    else:  # noqa: RET505  (the compiler needs both arms)
+        return x
 
 
 @triton.jit
