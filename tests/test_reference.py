@@ -351,7 +351,7 @@ def test_length_of_the_chain(rule: str) -> None:
     assert out.status.tolist() == [OK] * 6
     out = run(p, tokens[3:4], rule=rule, max_depth=1)
     assert out.output_tokens.tolist() == [[0, 1]]
-    out = run(p, tokens[3:4], rule=rule, max_depth=6)
+    out = run(p, tokens[3:4], rule=rule, num_nodes=[9], max_depth=6)
     assert out.output_tokens.tolist() == [[0, 1, 2, 3, -1, -1, -1]]
 
 
@@ -410,14 +410,22 @@ def test_a_draft_that_its_law_excludes_is_rejected(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_a_kept_node_with_nothing_to_recover_is_kept_for_sure(rule: str) -> None:
+    # a_1 = 1 and Z_1 = 0 since p = q: h_1 = 0 / 0 counts as 1. Node 2 is excluded by its own law.
+    p = torch.tensor([[0.5, 0.5, 0.0]] * 3)
+    out = run(p, [[9, 0, 2]], draft=p, row=[[-1, 0, 1]], u=0.999, rule=rule)
+    assert (out.output_tokens.tolist(), out.status.tolist()) == ([[0, 1, -1]], [ZERO_Q])
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_vanished_residual_falls_back_to_p(rule: str) -> None:
-    q = torch.tensor([[0.5, 0.5, 0.0]])
-    options: dict[str, Any] = {"draft": q, "row": [[-1, 0]], "rule": rule}
-    out = run(q.expand(2, 3), [[9, 2]], z=0.2, **options)
-    assert (out.output_tokens[0, 0], out.status[0]) == (0, ZERO_Q)
-    # p is one-hot at an id that the draft law should have drawn: nothing else is left.
-    out = run(torch.tensor([[0.0, 0.0, 1.0]] * 2), [[9, 2]], z=0.2, **options)
-    assert out.output_tokens[0, 0] == 2
+    """Rows whose sum rounding made smaller than 1, exaggerated."""
+    p, q = torch.tensor([[0.5, 0.25, 0.0]] * 2), torch.tensor([[0.8, 0.25, 0.0]])
+    out = run(p, [[9, 0]], draft=q, row=[[-1, 0]], u=0.9, z=0.2, rule=rule)
+    assert out.output_tokens.tolist() == [[1, -1]]  # p without the rejected id
+    p = torch.tensor([[0.75, 0.0, 0.0]] * 2)
+    out = run(p, [[9, 0]], u=0.9, rule=rule)
+    assert out.output_tokens.tolist() == [[0, -1]]  # nothing else is left
 
 
 @pytest.mark.parametrize("rule", RULES)

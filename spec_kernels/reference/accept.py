@@ -48,7 +48,7 @@ class Chain(NamedTuple):
 
     steps: list[Step]
     last: Tensor | None  # [vocab], the target's law after the last draft; None = invalid row
-    status: int  # what closed the chain
+    status: int  # INVALID_DRAFT if the draft behind is unusable
 
 
 class _Reader:
@@ -113,13 +113,12 @@ def read_chain(reader: _Reader, length: int) -> Chain:
     while True:
         node = len(steps)
         p = reader.target(node)
-        status = OK if p is not None else INVALID_TARGET
         if node == length or int(reader.draft.tokens[reader.request, node + 1]) == PAD_TOKEN:
-            return Chain(steps, p, status)
+            return Chain(steps, p, OK)
         if reader.has_fault(node + 1):
-            return Chain(steps, p, status | INVALID_DRAFT)
+            return Chain(steps, p, INVALID_DRAFT)
         if p is None:
-            return Chain(steps, p, status)
+            return Chain(steps, p, OK)
         steps.append(reader.step(node + 1, p))
 
 
