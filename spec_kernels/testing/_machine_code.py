@@ -163,10 +163,9 @@ def loop_blocks(successors: Sequence[Sequence[int]]) -> list[set[int]]:
     ]
 
 
-def best_path(
-    code: Code, weigh: Callable[[Iterable[Instruction]], tuple[int, ...]]
-) -> list[Instruction]:
-    """Return the path from entry to end with the largest weight, loops passed once.
+def best_path(code: Code, weigh: Callable[[Iterable[Instruction]], tuple[int, ...]]) -> list[int]:
+    """Return the path from entry to end with the largest weight, loops passed once, as places of
+    instructions.
 
     Args:
         code: the program.
@@ -200,9 +199,9 @@ def best_path(
             best[block] = (total, after)
 
     visit(0)
-    path: list[Instruction] = []
+    path: list[int] = []
     block: int | None = 0
     while block is not None:
-        path += content[block]
+        path += ranges[block]
         block = best[block][1]
     return path

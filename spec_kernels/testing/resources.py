@@ -138,7 +138,6 @@ class Resources:
         shared_bytes: shared memory per program.
         program: the whole program.
         mma: kinds of matrix instructions, sorted.
-        loops: innermost loops.
         code: the instructions.
     """
 
@@ -150,7 +149,6 @@ class Resources:
     shared_bytes: int
     program: Mix
     mma: tuple[str, ...]
-    loops: tuple[Mix, ...]
     code: Code = field(repr=False, compare=False)
 
     @property
@@ -158,13 +156,16 @@ class Resources:
         """Threads of a program."""
         return self.warps * (64 if self.target.startswith("gfx") else 32)
 
-    def path(self, through: Sequence[str] = (), avoid: Sequence[str] = ()) -> Mix:
+    def path(
+        self, through: Sequence[str] = (), avoid: Sequence[str] = (), *, repeats: int = 1
+    ) -> Mix:
         """Count along one path from entry to end.
 
         Args:
             through, avoid: source lines ("law.py:138") that the path shall run, and not run, as
                 far as possible; then loaded bytes, then few instructions decide. Structured code
                 (AMD) often needs `avoid`: both branches lie one behind the other there.
+            repeats: how often the innermost loops on the path that load memory run.
         """
         wanted, unwanted = set(through), set(avoid)
 
@@ -173,18 +174,40 @@ class Resources:
             visits = sum(bool(wanted & set(x.lines)) - bool(unwanted & set(x.lines)) for x in block)
             return visits, mix.load_bytes, -mix.instructions
 
-        return Mix.of(best_path(self.code, weigh))
+        code = self.code.instructions
+        path = best_path(self.code, weigh)
+        inside = set().union(*(loop for loop, mix in self._inner() if mix.load_bytes))
+        loop = [code[i] for i in path if i in inside]
+        return Mix.of([*(code[i] for i in path), *(repeats - 1) * loop])
+
+    def _inner(self) -> list[tuple[set[int], Mix]]:
+        """The innermost loops: places of their instructions, and what is in them."""
+        ranges, successors = blocks(self.code)
+        loops = loop_blocks(successors)
+        inner = [loop for loop in loops if not any(other < loop for other in loops)]
+        places = [{i for b in loop for i in ranges[b]} for loop in inner]
+        return [(p, Mix.of(self.code.instructions[i] for i in sorted(p))) for p in places]
+
+    @property
+    def loops(self) -> tuple[Mix, ...]:
+        """What is in the innermost loops."""
+        return tuple(mix for _, mix in self._inner())
 
     def instructions_per_element(
-        self, elements: int, through: Sequence[str] = (), avoid: Sequence[str] = ()
+        self,
+        elements: int,
+        through: Sequence[str] = (),
+        avoid: Sequence[str] = (),
+        *,
+        repeats: int = 1,
     ) -> float:
         """Instructions that a thread issues along the path, for each of its elements.
 
         Args:
             elements: elements that one program handles.
-            through, avoid: as in `path`.
+            through, avoid, repeats: as in `path`.
         """
-        return self.path(through, avoid).instructions * self.threads / elements
+        return self.path(through, avoid, repeats=repeats).instructions * self.threads / elements
 
     def load_bits_by_line(self) -> dict[str, Counter[int]]:
         """Widths of global loads for each outermost source line of the kernel."""
@@ -214,9 +237,6 @@ def measure(compiled: Any, target: str) -> Resources:
         registers = numbers.get("vgpr_count", 0)
         spills = numbers.get("private_segment_fixed_size", 0)
         code = parse_amd(text)
-    ranges, successors = blocks(code)
-    found = loop_blocks(successors)
-    inner = [loop for loop in found if not any(other < loop for other in found)]
     return Resources(
         metadata.name,
         target,
@@ -226,8 +246,5 @@ def measure(compiled: Any, target: str) -> Resources:
         metadata.shared,
         Mix.of(code.instructions),
         tuple(sorted({x.name for x in code.instructions if kind_of(x) == "mma"})),
-        tuple(
-            Mix.of(code.instructions[i] for b in sorted(loop) for i in ranges[b]) for loop in inner
-        ),
         code,
     )

@@ -10,16 +10,18 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spec_kernels import kernels
+from spec_kernels.kernels import accept, row_law
 from spec_kernels.kernels.accept import residual_mass_kernel
 from spec_kernels.types import Draft, Law, SamplingParams
 
 from .dry_run import CompiledLaunch, dry_run
+from .interpreter import interpreted
 from .resources import Mix, Resources, measure
 from .targets import CHIPS
 from .timing import bound
@@ -74,14 +76,19 @@ def _rows(rows: int, c: Configuration, device: str, sharpness: float) -> Tensor:
     return memory[:, : c.vocab]
 
 
-def run_step(c: Configuration, device: str = "meta", sharpness: float = 2.0) -> None:
-    """Call `kernels.accept` once, from sampling parameters, as the decoder does.
+def make_step(
+    c: Configuration, device: str = "meta", sharpness: float = 2.0
+) -> Callable[[], object]:
+    """Prepare a call of `kernels.accept` from sampling parameters, as the decoder makes it.
 
     Args:
         c: what to call it with.
         device: "meta" inside `dry_run`; "cpu" inside `watch`, with random rows, and drafts that
             the target rejects at once, so that every residual is needed.
         sharpness: standard deviation of random logits.
+
+    Returns:
+        A function that launches the step.
     """
     nodes, batch = c.gamma + 1, c.batch
 
@@ -108,7 +115,8 @@ def run_step(c: Configuration, device: str = "meta", sharpness: float = 2.0) -> 
             law = Law(*floats, *ints)
         else:
             own.scatter_(1, ids.roll(-1, 1).view(-1, 1), 20.0)  # drafts that the target rejects
-            law = kernels.row_law(own, params, (place // nodes).view(-1).int())
+            with interpreted():
+                law = row_law(own, params, (place // nodes).view(-1).int())
     draft = Draft(
         ids,
         full((batch,), nodes, torch.int32),
@@ -117,7 +125,8 @@ def run_step(c: Configuration, device: str = "meta", sharpness: float = 2.0) -> 
         law,
         place.roll(1, 1) if law is not None else None,
     )
-    kernels.accept(
+    return partial(
+        accept,
         draft,
         target,
         params,
@@ -176,31 +185,25 @@ def _hot_path(launch: CompiledLaunch, resources: Resources) -> tuple[Mix, float 
     through: Sequence[str] = ()
     if arguments["SOURCE"] == "slots" and arguments["inputs"].draft_row is not None:
         through = (_line(residual_mass_kernel, "sum_tiles(", 0),)
-    path = resources.path(through)
     chunks, lanes, width = arguments["SHAPE"]
     step = arguments["step"]
-    loops = [x for x in resources.loops if x.load_bytes]
-    body = min(loops, key=lambda x: (-x.load_bytes, x.instructions), default=None)
-    again = (step - 1) * body.instructions if body is not None else 0
-    total = (path.instructions + again) * resources.threads
-    return path, total / (step * chunks * lanes * width)
+    path = resources.path(through, repeats=step)
+    return path, path.instructions * resources.threads / (step * chunks * lanes * width)
 
 
-def rows(
-    target: str, names: Iterable[str] = tuple(CONFIGURATIONS), run: Callable[..., None] = run_step
-) -> list[Row]:
+def rows(target: str, names: Iterable[str] = tuple(CONFIGURATIONS)) -> list[Row]:
     """Compile the chain step in the named configurations for a target, and read what it uses.
 
     Args:
         target: one of `TARGETS`.
         names: of `CONFIGURATIONS`.
-        run: launches a configuration on the meta device.
     """
     out = []
     chips = [name for name, chip in CHIPS.items() if chip.target == target]
     for name in names:
+        step = make_step(CONFIGURATIONS[name])
         with dry_run(target) as launches:
-            run(CONFIGURATIONS[name])
+            step()
         for launch in launches:
             resources = measure(launch.compiled, target)
             path, per_id = _hot_path(launch, resources)
