@@ -116,11 +116,6 @@ REFUSED: dict[str, tuple[Callable[[Step], Any], type[Exception], str]] = {
         ValueError,
         "target_logits must be [rows, vocab] float32/float16/bfloat16 on cpu, got [12, 70] float32",
     ),
-    "target-columns": (
-        wrong(target_logits=lambda s: s.logits.T.contiguous().T),
-        ValueError,
-        "target_logits must have stride 1 along the vocabulary, got strides [1, 12]",
-    ),
     "target-empty": (
         wrong(target_logits=lambda s: s.logits[:, :0]),
         ValueError,

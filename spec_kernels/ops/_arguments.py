@@ -22,15 +22,11 @@ _PARAM_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32)
 
 
 def check_logits(name: str, logits: Tensor, device: torch.device | None = None) -> None:
-    """Check a `[rows, vocab]` tensor of logits; rows may lie at any stride."""
+    """Check a `[rows, vocab]` tensor of logits; rows and columns may lie at any stride."""
     check(name, logits, ("rows", "vocab"), FLOATS, device)
     vocab = logits.shape[1]
     if vocab == 0:
         raise ValueError(f"{name} must have at least one column, got {list(logits.shape)}")
-    if vocab > 1 and not logits.is_contiguous() and logits.stride(1) != 1:
-        raise ValueError(
-            f"{name} must have stride 1 along the vocabulary, got strides {list(logits.stride())}"
-        )
 
 
 def check_law(name: str, law: object, rows: int, device: torch.device) -> None:

@@ -32,7 +32,7 @@ def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
     kept. A request with T < `GREEDY_TEMPERATURE` gets the one-hot law at its first argmax.
 
     Args:
-        logits: `[rows, vocab] float32/float16/bfloat16`, raw; rows at any stride. `-inf` is never
+        logits: `[rows, vocab] float32/float16/bfloat16`, raw; any strides. `-inf` is never
             emitted.
         params: `SamplingParams`, one entry per request.
         row_request: `[rows] int32`, the request whose parameters hold for each row.
