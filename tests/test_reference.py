@@ -502,5 +502,10 @@ def test_match_with_numbers() -> None:
     assert out.accepted_lens.tolist() == [2, 1, 0, 1, 1, 0]
     assert out.path[:, 1].tolist() == [1, 1, -1, 1, 1, -1]
     assert out.status.tolist() == [OK, OK, OK, INVALID_DRAFT, INVALID_TARGET, OK]
+    both = reference.match(
+        Draft(tokens[3:4], num_nodes[3:4]), torch.tensor([[1, -3, 8]]), max_depth=2
+    )
+    assert both.output_tokens.tolist() == [[1, -1, -1]]
+    assert both.status.tolist() == [INVALID_TARGET | INVALID_DRAFT]
     shallow = reference.match(Draft(tokens[:1], num_nodes[:1]), own[:1], max_depth=1)
     assert shallow.output_tokens.tolist() == [[1, 2]]
