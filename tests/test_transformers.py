@@ -222,8 +222,9 @@ def test_capacity_is_checked_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="request 1 needs 7 positions"):
         target.prefill(cache, 1, [1] * 7)
     assert torch.equal(used_part(cache, 0), before)
-    # padding next to a full request must not spoil its last row
-    check_forward(target, cache, [[1, 2, 3, 4, 5], [9]], [[6], []])
+    # the padding of a request at its capacity must not spoil its last row
+    target.prefill(cache, 0, [5])
+    check_forward(target, cache, [[1, 2, 3, 4, 5, 6], [9]], [[], [7, 8]])
 
 
 def test_ids_outside_the_vocabulary_do_not_stop_the_forward() -> None:
