@@ -82,7 +82,7 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes; strides are elements from one row to the next."""
+    """Run-time sizes; strides are in elements, from row to row and from id to id."""
 
     nodes: Any
     max_depth: Any
@@ -93,6 +93,8 @@ class Sizes(NamedTuple):
     draft_vocab: Any
     draft_rows: Any
     draft_stride: Any
+    stride_col: Any
+    draft_stride_col: Any
 
 
 @triton.jit
@@ -184,6 +186,6 @@ def log2_draft(inputs, token, row, law, mask, sizes):
     IS_LAW: tl.constexpr = inputs.draft_law is not None
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     column, known = draft_column(inputs, token, sizes)
-    place = row * sizes.draft_stride + column
+    place = row * sizes.draft_stride + column * sizes.draft_stride_col
     x = tl.load(inputs.draft_logits + place, mask=mask & known, other=OTHER)
     return tl.where(mask, log2_law(x, column == law.argmax, law, IS_LAW), 0.0)

@@ -159,7 +159,7 @@ def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOF
     if inputs.draft_column is not None:
         column = tl.load(inputs.draft_column + ids, mask=ids < sizes.vocab, other=-1)
         known = (column >= 0) & (column < sizes.draft_vocab)
-        x = tl.load(rows.q_row + column, mask=known, other=OTHER)
+        x = tl.load(rows.q_row + column * sizes.draft_stride_col, mask=known, other=OTHER)
         q = weigh(x.to(tl.float32), rows.q, IS_LAW, True)
         if IS_LAW:
             hot = tl.where(column == one_hot, 1.0 / rows.ratio, 0.0)
@@ -167,10 +167,10 @@ def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOF
         return q
     else:
         if FULL:
-            x = tl.load(rows.q_row + ids)
+            x = tl.load(rows.q_row + ids * sizes.draft_stride_col)
         else:
             known = ids < tl.minimum(sizes.vocab, sizes.draft_vocab)
-            x = tl.load(rows.q_row + ids, mask=known, other=OTHER)
+            x = tl.load(rows.q_row + ids * sizes.draft_stride_col, mask=known, other=OTHER)
         return weigh(x.to(tl.float32), rows.q, IS_LAW, HAS_CUTOFF)
 
 
@@ -190,9 +190,9 @@ def weigh_ids(
     IS_LAW: tl.constexpr = SOURCE != "probabilities"
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     if FULL:
-        x = tl.load(rows.p_row + ids)
+        x = tl.load(rows.p_row + ids * sizes.stride_col)
     else:
-        x = tl.load(rows.p_row + ids, mask=ids < sizes.vocab, other=OTHER)
+        x = tl.load(rows.p_row + ids * sizes.stride_col, mask=ids < sizes.vocab, other=OTHER)
     p = weigh(x.to(tl.float32), rows.p, IS_LAW, HAS_CUTOFF)
     if HAS_Q:
         q = weigh_draft(inputs, ids, rows, one_hot, sizes, FULL, HAS_CUTOFF)

@@ -56,6 +56,7 @@ from spec_kernels.kernels._device import (
     OK,
     PAD_TOKEN,
     TileConfig,
+    column_stride,
     config_of,
     first_argmax,
     take,
@@ -89,14 +90,20 @@ class Scan(NamedTuple):
 
 
 @triton.jit
+def last_node(num_nodes_ptr, nodes, max_depth):
+    """The last node that may be reached; -1 if the request is absent."""
+    present = tl.minimum(tl.maximum(tl.load(num_nodes_ptr), 0), nodes)
+    return tl.minimum(present - 1, max_depth)
+
+
+@triton.jit
 def accept_scan(
     inputs, request, sizes, SOURCE: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr
 ):
     """Close a request's chain, and compare the two laws at every draft in it."""
     node = tl.arange(0, NODES)
     slot = request * sizes.nodes + node
-    limit = tl.minimum(tl.load(inputs.num_nodes + request), sizes.nodes) - 1
-    limit = tl.minimum(limit, sizes.max_depth)
+    limit = last_node(inputs.num_nodes + request, sizes.nodes, sizes.max_depth)
     has_child = node < limit
     row = tl.load(inputs.target_row + slot, mask=node <= limit, other=-1).to(tl.int64)
     row_exists = (row >= 0) & (row < sizes.rows)
@@ -125,7 +132,7 @@ def accept_scan(
     IS_LAW: tl.constexpr = SOURCE != "probabilities"
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     judged = node < end
-    place = row * sizes.stride + tokens
+    place = row * sizes.stride + tokens * sizes.stride_col
     x = tl.load(inputs.target_logits + place, mask=judged & (tokens < sizes.vocab), other=OTHER)
     log_p = log2_law(x, tokens == p.argmax, p, IS_LAW)
     log_q = tl.zeros((NODES,), tl.float64)
@@ -173,14 +180,15 @@ def store_argmax(inputs, request, node, sizes, TILES: tl.constexpr, SHAPE: tl.co
     """First argmax of the row at a node of a greedy request, for `decide`."""
     slot = request * sizes.nodes + node
     row = tl.load(inputs.target_row + slot).to(tl.int64)
-    present = node < tl.load(inputs.num_nodes + request)
-    if present & (row >= 0) & (row < sizes.rows):
+    if (row >= 0) & (row < sizes.rows):
         tile = tl.arange(0, TILES)
         place = inputs.target_law.largest + slot * sizes.tiles + tile
         largest = tl.load(place, mask=tile < sizes.tiles, other=NEG_INF)
         row_ptr = inputs.target_logits + row * sizes.stride
         row_max = tl.max(largest, 0)
-        argmax = first_argmax(row_ptr, largest, row_max, sizes.vocab, SHAPE[0], SHAPE[1], SHAPE[2])
+        argmax = first_argmax(
+            row_ptr, largest, row_max, sizes.vocab, SHAPE[0], SHAPE[1], SHAPE[2], sizes.stride_col
+        )
         tl.store(inputs.target_law.argmax + slot, argmax.to(tl.int64))
 
 
@@ -198,6 +206,8 @@ def residual_mass_kernel(
     draft_vocab,
     draft_rows,
     draft_stride,
+    stride_col,
+    draft_stride_col,
     step,  # tiles per program
     RULE: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -210,8 +220,11 @@ def residual_mass_kernel(
     request = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
     sizes = Sizes(
-        nodes, max_depth, tiles, vocab, rows, stride, draft_vocab, draft_rows, draft_stride
-    )
+        nodes, max_depth, tiles, vocab, rows, stride, draft_vocab, draft_rows, draft_stride,
+        stride_col, draft_stride_col,
+    )  # fmt: skip
+    if node >= tl.load(inputs.num_nodes + request):
+        return
     if SOURCE == "tiles":
         if is_greedy(tl.load(inputs.target_law.temperature + request)):
             if tl.program_id(2) == 0:
@@ -333,6 +346,8 @@ def decide_kernel(
     draft_vocab,
     draft_rows,
     draft_stride,
+    stride_col,
+    draft_stride_col,
     RULE: tl.constexpr,
     SOURCE: tl.constexpr,
     NODES: tl.constexpr,
@@ -343,8 +358,9 @@ def decide_kernel(
     """Accepted drafts and final token of one request. Floor: its tile masses and one tile."""
     request = tl.program_id(0).to(tl.int64)
     sizes = Sizes(
-        nodes, max_depth, tiles, vocab, rows, stride, draft_vocab, draft_rows, draft_stride
-    )
+        nodes, max_depth, tiles, vocab, rows, stride, draft_vocab, draft_rows, draft_stride,
+        stride_col, draft_stride_col,
+    )  # fmt: skip
     scan = accept_scan(inputs, request, sizes, SOURCE, NODES, TILES)
     kept = scan.end
     status = tl.full((), OK, tl.int32)
@@ -389,7 +405,7 @@ def match_kernel(
     rows of ids."""
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
-    limit = tl.minimum(tl.minimum(tl.load(num_nodes_ptr + request), nodes) - 1, max_depth)
+    limit = last_node(num_nodes_ptr + request, nodes, max_depth)
     place = request * nodes + node
     drafts = tl.load(tokens_ptr + place + 1, mask=node < limit, other=PAD_TOKEN).to(tl.int64)
     own = tl.load(target_tokens_ptr + place, mask=node <= limit, other=PAD_TOKEN).to(tl.int64)
@@ -479,6 +495,8 @@ def _arguments(
         "draft_vocab": 0 if draft is None else draft.shape[1],
         "draft_rows": 0 if draft is None else draft.shape[0],
         "draft_stride": 0 if draft is None else draft.stride(0),
+        "stride_col": column_stride(inputs.target_logits),
+        "draft_stride_col": 1 if draft is None else column_stride(draft),
         "RULE": rule,
         "SOURCE": source,
         "NODES": triton.next_power_of_2(nodes),
@@ -522,6 +540,8 @@ def accept(
     """Verify chains of drafts: three launches from parameters, four with filters, two where laws
     or probabilities are given, whatever the batch and the length of the chains."""
     _refuse_trees(draft)
+    if rule not in ("block", "token"):
+        raise ValueError(f'rule must be "block" or "token", got {rule!r}')
     outputs = _outputs(draft.tokens, max_depth)
     if draft.tokens.shape[0] == 0:
         return outputs
