@@ -6,6 +6,7 @@ import importlib.metadata
 import multiprocessing
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ def test_missing_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _fake_convert(gguf: Path, folder: Path, progress: Any) -> None:
     progress("converting")
+    time.sleep(0.3)  # long enough for concurrent first uses to overlap
     for name in smollm2._FILES:
         (folder / name).write_text("whole")
 
