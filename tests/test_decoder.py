@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from spec_kernels.decoder import Decoder, Generation, Request
+from spec_kernels.decoder import Decoder, Generation, Request, Run
 from spec_kernels.proposers import DraftModelProposer, NgramProposer
 from spec_kernels.targets import TableTarget, Target, TargetOutput
 from tests.tiny_models import (
@@ -182,6 +182,13 @@ class Flaky:
         self._tick()
 
 
+def snapshot(run: Run) -> tuple[list, ...]:
+    """Lengths, sequences and counters of a batch."""
+    caches = (run.cache.context_lens.tolist(), run.session.cache.context_lens.tolist())
+    steps = [row.stats.steps for row in run._rows]
+    return *caches, run.state.lens.tolist(), run.state.tokens.tolist(), steps
+
+
 @pytest.mark.parametrize("place", ["draft-forward", "propose", "forward", "detokenize", "commit"])
 @pytest.mark.parametrize("good_rounds", [0, 2])
 def test_a_failed_round_leaves_everything_as_before(place: str, good_rounds: int) -> None:
@@ -204,13 +211,7 @@ def test_a_failed_round_leaves_everything_as_before(place: str, good_rounds: int
     run = decoder.start(requests)
     for _ in range(good_rounds):
         run.step()
-    before = (
-        run.cache.context_lens.tolist(),
-        run.session.cache.context_lens.tolist(),
-        run.state.lens.tolist(),
-        run.state.tokens.tolist(),
-        [row.stats.steps for row in run._rows],
-    )
+    before = snapshot(run)
     if place == "detokenize":
         fuse[0] = 2
     else:
@@ -221,14 +222,7 @@ def test_a_failed_round_leaves_everything_as_before(place: str, good_rounds: int
             parts[place].fuse = 2  # propose ticks first
     with pytest.raises(RuntimeError, match="planted"):
         run.step()
-    after = (
-        run.cache.context_lens.tolist(),
-        run.session.cache.context_lens.tolist(),
-        run.state.lens.tolist(),
-        run.state.tokens.tolist(),
-        [row.stats.steps for row in run._rows],
-    )
-    assert after == before
+    assert snapshot(run) == before
     outputs = {}
     while not run.is_done:
         outputs.update((c.request, c.generation) for c in run.step() if c.generation)
