@@ -38,6 +38,14 @@ def compare(row: static.Row, limits: list[dict[str, Any]]) -> list[str]:
     return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
 
 
+def _others(limits: list[dict[str, Any]], targets: list[str]) -> list[str]:
+    """Return the rows of the file that were not measured now, unchanged."""
+    kept = [x for x in limits if x["target"] not in targets]
+    return [
+        to_toml(static.Row(**{"instructions_per_element": None, **x, "bound": {}})) for x in kept
+    ]
+
+
 def main(arguments: list[str]) -> int:
     """Compile everything, print or write; return 1 if a budget is exceeded."""
     write = "--write" in arguments
@@ -55,7 +63,7 @@ def main(arguments: list[str]) -> int:
         limit = next((x for x in limits if key.items() <= x.items()), None)
         exceeded += bool(limit and static.over_budget(row, limit))
     if write:
-        PATH.write_text("\n".join(to_toml(row) for row in found))
+        PATH.write_text("\n".join([*map(to_toml, found), *_others(limits, targets)]))
     return int(exceeded > 0 and not write)
 
 

@@ -1,0 +1,252 @@
+"""The library's kernels through the harness: bounds, races, orders, machine code, bytes."""
+
+from __future__ import annotations
+
+import mmap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_kernels import kernels, reference
+from spec_kernels.testing import TARGETS, IntegerOverflowError, dry_run, emulated, watch
+from spec_kernels.testing import static_report as static
+from spec_kernels.types import Draft, SamplingParams
+from tests.cases import Case, make_step
+
+BUDGETS = tomllib.loads((Path(__file__).parent / "budgets.toml").read_text())["row"]
+
+# why these: the dtypes of logits, aligned and odd rows, every source of laws, ragged and absent
+# requests (`make_step`), fixed and sampled drafts, and a vocabulary of more than one tile
+STEPS = [
+    (Case(3, 2, 257, torch.bfloat16, "odd", filters="none"), "block"),
+    (Case(3, 2, 100, draft_vocab=60, is_mapped=True), "token"),
+    pytest.param(Case(3, 3, 1000, torch.float32, "padded"), "block", marks=pytest.mark.slow),
+    pytest.param(
+        Case(2, 2, 9001, torch.bfloat16, drafts="sampled", filters="none"),
+        "block",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Case(2, 1, 70, torch.float16, drafts="fixed", ids=torch.int32),
+        "token",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+def run_all(case: Case, rule: str) -> list[torch.Tensor]:
+    """Every launcher of the layer on one step; returns what it computed."""
+    step = make_step(case)
+    seeds, positions = torch.arange(case.batch) * 2**40 - 5, torch.arange(case.batch) + 2**33
+    accepted = step.accept(kernels, rule, target_law=step.params)
+    law = kernels.row_law(step.target_logits, step.params, step.row_request)
+    given = step.accept(kernels, rule, target_law=law)
+    drawn = kernels.sample(
+        step.target_logits, law, coins=torch.rand(len(step.row_request)).double()
+    )
+    rows = torch.arange(len(step.row_request))
+    coupled = kernels.sample(step.target_logits, law, noise=(rows, rows + 7))
+    own = coupled[step.target_row.clamp(min=0).long()][..., 0]
+    matched = kernels.match(step.draft, own, max_depth=step.max_depth)
+    coins = kernels.coins(seeds, positions, case.gamma + 1)
+    draft_coins = kernels.draft_coins(seeds, positions, case.gamma + 1, 2)
+    return [*accepted, *law, *given, drawn, coupled, *matched, *coins, draft_coins]
+
+
+@pytest.mark.parametrize(("case", "rule"), STEPS, ids=str)
+def test_no_kernel_leaves_its_arguments_races_or_depends_on_the_order(
+    case: Case, rule: str
+) -> None:
+    """Reversed and shuffled; the natural order is that of the contract tests."""
+    results = []
+    for order in ("reverse", "shuffle"):
+        torch.manual_seed(1)
+        with watch(order, seed=3) as seen:
+            results.append(run_all(case, rule))
+    launched = {launch.kernel for launch in seen.launches}
+    assert {"tile_stats_kernel", "residual_mass_kernel", "decide_kernel"} <= launched
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
+
+
+# --------------------------------------------------------------------------- compiled code
+
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        (Case(3, 3, 257, torch.bfloat16, filters="none", seed=1), "block"),
+        pytest.param(Case(3, 3, 1000, filters="none"), "token", marks=pytest.mark.slow),
+        pytest.param(Case(3, 2, 257, torch.bfloat16, "odd"), "block", marks=pytest.mark.slow),
+        pytest.param(
+            Case(3, 2, 70, torch.float16, drafts="fixed"), "token", marks=pytest.mark.slow
+        ),
+        pytest.param(Case(2, 4, 9001, filters="none"), "block", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_emulated_compiled_code_gives_the_reference(case: Case, rule: str) -> None:
+    """Warps in random order: a barrier that the kernels lack would show too."""
+    step = make_step(case)
+    with emulated(schedule="warps", order="shuffle", seed=case.gamma) as launches:
+        got = step.accept(kernels, rule, target_law=step.params)
+    expected = step.accept(reference, rule, target_law=step.params)
+    assert len(launches) == (4 if case.filters == "all" else 3)
+    for name, one, other in zip(got._fields, got, expected, strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_emulated_coins_are_those_of_the_reference() -> None:
+    seeds, positions = torch.tensor([3, -5, 2**62]), torch.tensor([0, 2**33, 7])
+    with emulated(schedule="lockstep"):
+        got = kernels.coins(seeds, positions, 5)
+    for one, other in zip(got, reference.coins(seeds, positions, 5), strict=True):
+        assert torch.equal(one, other)
+
+
+DRY = {  # pairwise: target x configuration; the rest is slow
+    ("sm_80", "f32-odd"),
+    ("gfx942", "bf16-fixed"),
+    ("gfx950", "bf16-token"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        pytest.param(t, n, marks=[] if (t, n) in DRY else pytest.mark.slow)
+        for t in TARGETS
+        for n in static.CONFIGURATIONS
+    ],
+)
+def test_the_step_compiles_in_three_launches_or_four(target: str, name: str) -> None:
+    configuration = static.CONFIGURATIONS[name]
+    step = static.make_step(configuration)
+    with dry_run(target) as launches:
+        step()
+    assert len(launches) == (4 if configuration.filters else 3)
+    for launch in launches:
+        assert launch.compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
+
+
+# --------------------------------------------------------------------------- budgets
+
+FAST_BUDGETS = {("sm_90", "bf16")}
+
+
+def budget_rows() -> list[Any]:
+    groups = dict.fromkeys((row["target"], row["configuration"]) for row in BUDGETS)
+    return [
+        pytest.param(*group, marks=[] if group in FAST_BUDGETS else pytest.mark.slow)
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize(("target", "name"), budget_rows())
+def test_kernels_stay_in_their_budgets(target: str, name: str) -> None:
+    limits = {
+        row["kernel"]: row
+        for row in BUDGETS
+        if (row["target"], row["configuration"]) == (target, name)
+    }
+    rows = static.rows(target, [name])
+    assert {row.kernel for row in rows} == set(limits)
+    over = [text for row in rows for text in static.over_budget(row, limits[row.kernel])]
+    assert not over, "\n".join(over)
+
+
+def test_leaving_a_budget_is_named() -> None:
+    row = static.Row("k", "sm_90", "bf16", 3, 96, 8, 64, 16, 21.5, "", {})
+    limit = {"registers": 88, "spill_bytes": 0, "shared_bytes": 64, "load_bits": 128}
+    limit |= {"launches": 3, "instructions_per_element": 16.0, "mma": ""}
+    assert static.over_budget(row, limit) == [
+        "k sm_90 bf16: registers 96, budget 88",
+        "k sm_90 bf16: spill_bytes 8, budget 0",
+        "k sm_90 bf16: load_bits 16, budget 128",
+        "k sm_90 bf16: instructions_per_element 21.5, budget 16.0",
+    ]
+
+
+# --------------------------------------------------------------------------- traffic
+
+
+@pytest.mark.parametrize(
+    ("name", "gamma"),
+    [
+        ("bf16-token", 1),
+        ("bf16-fixed", 2),
+        pytest.param("bf16", 4, marks=pytest.mark.slow),
+        pytest.param("bf16-token", 4, marks=pytest.mark.slow),
+        pytest.param("f32", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_stay_within_five_percent_of_the_floor(name: str, gamma: int) -> None:
+    configuration = static.CONFIGURATIONS[name]._replace(batch=1, gamma=gamma)
+    step = static.make_step(configuration, "cpu")
+    with watch(races=False) as seen:
+        step()
+    assert len(seen.launches) == 3
+    moved = sum(launch.load_bytes + launch.store_bytes for launch in seen.launches)
+    assert moved <= 1.05 * static.floor_bytes(configuration)
+    row = configuration.vocab * configuration.dtype.itemsize
+    assert all(launch.store_bytes < row / 10 for launch in seen.launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "share"), [(50, 1.0, 0.05), (64, 0.95, 0.05), (0, 0.9, 1.7)]
+)
+def test_cutoffs_read_little_again(
+    sharpness: float, top_k: int, top_p: float, share: float
+) -> None:
+    rows, vocab = 2, 128256
+    logits = (torch.randn(rows, vocab) * sharpness).bfloat16()
+    params = SamplingParams.make([1.0] * rows, top_k=top_k, top_p=top_p)
+    with watch() as seen:
+        kernels.row_law(logits, params, torch.arange(rows, dtype=torch.int32))
+    stats, cutoff = seen.launches
+    bytes_of_rows = logits.numel() * 2
+    assert cutoff.distinct["logits_ptr"] <= share * bytes_of_rows
+    assert stats.store_bytes <= 0.04 * bytes_of_rows
+
+
+# --------------------------------------------------------------------------- large offsets
+
+
+def test_offsets_pass_two_to_the_thirty_one() -> None:
+    """Rows whose distance is 2^30 elements, in memory that exists only where it is touched."""
+    stride, rows, vocab = 2**30 + 64, 4, 257
+    memory = mmap.mmap(-1, (rows * stride) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    target = flat.as_strided((rows, vocab), (stride, 1))
+    target.copy_(torch.randn(rows, vocab))
+    near = target.clone()
+    params = SamplingParams.make([0.8, 0.0])
+    place = torch.arange(4, dtype=torch.int32).view(2, 2)
+    tokens = torch.tensor([[0, 5], [0, 9]])
+    coins = torch.full((2, 2), 0.5, dtype=torch.float64)
+    results = []
+    for logits in (target, near):
+        law = None
+        with watch(bounds=False):  # the extent has too many gaps for a map of them
+            law = kernels.row_law(logits, params, torch.tensor([0, 0, 1, 1], dtype=torch.int32))
+            draft = Draft(
+                tokens, torch.tensor([2, 2], dtype=torch.int32), None, logits, law, place.roll(1, 1)
+            )
+            results.append(
+                kernels.accept(draft, logits, params, place, coins, coins[:, 0], max_depth=1)
+            )
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_overflow_check_sees_such_offsets() -> None:
+    from tests import kernels_for_tests as planted
+
+    x = torch.zeros(1, 8).expand(3, 8)
+    with watch(), pytest.raises(IntegerOverflowError):
+        planted.row_sum_int32[(3,)](torch.empty(3), x, 2**30 + 64, 0, BLOCK=8)
