@@ -12,7 +12,7 @@ from torch import Tensor
 from spec_kernels import reference
 from spec_kernels.types import INVALID_TARGET, OK, PAD_TOKEN, Law, SamplingParams
 from tests.cases import EPSILON, LAYOUTS, float32_law, lay_out, random_params
-from tests.layers import LAYERS, layer
+from tests.layers import LAYERS, fewer, layer
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
@@ -89,13 +89,14 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype, scale: float = 2.5) -
         (12, 1000, torch.float16),
         (12, 4160, torch.float32),
         (6, 32000, torch.bfloat16),
-        (3, 128256, torch.float32),
+        (2, 128256, torch.float32),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_laws_equal_the_oracles(
     name: str, rows: int, vocab: int, dtype: torch.dtype, filters: str
 ) -> None:
+    rows = fewer(name, rows, 7)
     logits = make_logits(rows, vocab, dtype)
     params = random_params(max(rows, 1), filters, torch.Generator().manual_seed(vocab))
     owner = torch.randperm(max(rows, 1), dtype=torch.int32)[:rows]
@@ -103,12 +104,13 @@ def test_laws_equal_the_oracles(
 
 
 @every_layer
-@pytest.mark.parametrize("vocab", [257, 5000, 40_000])
-@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 6.0], ids=lambda s: f"scale{s}")
+@pytest.mark.parametrize(
+    ("scale", "vocab"),
+    [(0.0, 257), (1.0, 257), (0.0, 5000), (0.05, 5000), (1.0, 40_000), (6.0, 40_000)],
+)
 def test_filters_of_flat_peaked_and_tied_rows(name: str, scale: float, vocab: int) -> None:
     """One request per kind of filter, on rows from all equal to one peak, values repeating."""
-    if name == "triton-interpreter" and vocab > 5000:
-        vocab = 9000
+    vocab = fewer(name, vocab, 9000)
     params = SamplingParams.make(
         [1.0, 1.0, 1.0, 0.6, 1.7, 1.0, 1.0, 1.0],
         top_k=[50, 0, 0, 40, 400, 1, 3000, 0],
@@ -122,21 +124,20 @@ def test_filters_of_flat_peaked_and_tied_rows(name: str, scale: float, vocab: in
 
 @every_layer
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_layout_and_neighbours_do_not_matter(name: str, layout: str, dtype: torch.dtype) -> None:
-    """Rows are bit-equal in every memory layout, in any order, and alone."""
-    logits = make_logits(12, 517, dtype)
-    params = random_params(12, "all", torch.Generator().manual_seed(3))
-    owner, order = torch.arange(12, dtype=torch.int32), torch.randperm(12)
+def test_layout_and_neighbours_do_not_matter(name: str, layout: str) -> None:
+    """Rows are right in every memory layout, and bit-equal in any order and alone."""
+    rows = fewer(name, 12)
+    dtype = torch.bfloat16 if layout in ("odd", "transposed") else torch.float32
+    logits = make_logits(rows, 517, dtype)
+    params = random_params(rows, "all", torch.Generator().manual_seed(3))
+    owner, order = torch.arange(rows, dtype=torch.int32), torch.randperm(rows)
     ops = layer(name)
-    law = ops.row_law(logits, params, owner)
-    for other in (
-        ops.row_law(lay_out(logits, layout), params, owner),
-        Law(*(f[order.argsort()] for f in ops.row_law(logits[order], params, owner[order]))),
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(law, other, strict=True))
-    alone = ops.row_law(logits[5:6], params, owner[5:6])
-    assert all(torch.equal(a[5:6], b) for a, b in zip(law, alone, strict=True))
+    law = ops.row_law(lay_out(logits, layout), params, owner)
+    assert_laws(law, logits, params, owner)
+    moved = ops.row_law(lay_out(logits[order], layout), params, owner[order])
+    assert all(torch.equal(a[order], b) for a, b in zip(law, moved, strict=True))
+    alone = ops.row_law(lay_out(logits[2:3], layout), params, owner[2:3])
+    assert all(torch.equal(a[2:3], b) for a, b in zip(law, alone, strict=True))
 
 
 @every_layer
