@@ -7,7 +7,7 @@
 Coin:
 1. `mass_kernel` (rows, tiles): sum of the weights of a tile.
 2. `draw_kernel` (rows,): float64 prefix sum of the tile masses; the tile that holds the coin is
-   read again and cut into chunks, the chunk into lanes, the lane into ids. Each level passes on
+   read again and cut into pieces, the piece into runs, the run into ids. Each level passes on
    which fraction of its weight lies below the coin, so float32 sums in different orders agree.
 Noise:
 1. `race_kernel` (rows, tiles): first id with the smallest arrival; one Philox call per four ids.
@@ -43,6 +43,10 @@ from spec_kernels.kernels._device import (
     weigh,
 )
 from spec_kernels.types import Law
+
+PIECE_RUNS = tl.constexpr(128)
+RUN = tl.constexpr(8)
+"""A piece of a tile is 128 runs of 8 ids: the small tile."""
 
 QUADS = 512
 """Groups of four ids whose noise is made at once: 16 ids per thread."""
@@ -88,22 +92,27 @@ def draw(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The id that a coin draws from a row: tile, chunk, lane, place."""
+    """The id that a coin draws from a row: tile, piece of it, run of ids, id."""
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
+    PIECE: tl.constexpr = PIECE_RUNS * RUN
+    PIECES: tl.constexpr = CHUNKS * LANES * WIDTH // PIECE
     tile, rest = find(mass, coin)
     first = tile * (CHUNKS * LANES * WIDTH)
-    x = load_tile(row_ptr, first, vocab, OTHER, CHUNKS, LANES, WIDTH, stride_col)
-    chunk, rest = find(tl.sum(tl.sum(weigh(x, law, IS_LAW), 2), 1), rest)
-    first += chunk * (LANES * WIDTH)
-    x = load_tile(row_ptr, first, vocab, OTHER, 1, LANES, WIDTH, stride_col)
-    lane, rest = find(tl.sum(tl.sum(weigh(x, law, IS_LAW), 2), 0), rest)
-    first += lane * WIDTH
-    if WIDTH > 1:
-        offs = first + tl.arange(0, WIDTH)
-        x = tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=OTHER).to(tl.float32)
-        place, _ = find(weigh(x, law, IS_LAW), rest)
-        first += place
-    return first
+    if PIECES > 1:
+        x = load_tile(row_ptr, first, vocab, OTHER, CHUNKS, LANES, WIDTH, stride_col)
+        weight = tl.reshape(weigh(x, law, IS_LAW), (PIECES, CHUNKS // PIECES, LANES, WIDTH))
+        piece, rest = find(tl.sum(tl.sum(tl.sum(weight, 3), 1), 1), rest)
+        first += piece * PIECE
+
+    offs = first + tl.arange(0, PIECE_RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    x = tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=OTHER).to(tl.float32)
+    run, rest = find(tl.sum(weigh(x, law, IS_LAW), 1), rest)
+    first += run * RUN
+
+    offs = first + tl.arange(0, RUN)
+    x = tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=OTHER).to(tl.float32)
+    place, _ = find(weigh(x, law, IS_LAW), rest)
+    return first + place
 
 
 @triton.jit
