@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spec_kernels.kernels._adjust import adjust_logits_
 from spec_kernels.kernels._device import (
     GREEDY_TEMPERATURE,
     INF,
@@ -48,7 +49,10 @@ from spec_kernels.kernels._device import (
     order_key,
     order_unkey,
 )
+from spec_kernels.kernels._overlap import overlap
 from spec_kernels.types import Law, SamplingParams
+
+__all__ = ["adjust_logits_", "find_cutoff", "overlap", "row_law", "tile_stats"]
 
 GROUP_BLOCK = 4096
 """Group maxima held in registers: every group up to a vocabulary of 262,144."""
