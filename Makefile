@@ -1,5 +1,5 @@
 # Every target creates .venv on first use, installs what it needs, and runs. Needs Python 3.11 and make only.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # Two OpenMP threads collapse when other work shares the cores: tests run with one each.
