@@ -107,25 +107,21 @@ def test_parameters_give_what_their_laws_give(name: str, rule: str, filters: str
 
 @every_layer
 @both_rules
-@pytest.mark.parametrize("drafts", ["sampled", "fixed"])
-def test_requests_may_share_rows(name: str, rule: str, drafts: str) -> None:
-    """Requests with different temperatures judge the same drafts by the same rows of logits."""
-    step = make_step(Case(4, 0, 257, filters="none"))
-    tokens = torch.full((4, 1), 0)
-    draft = step.draft._replace(tokens=tokens, num_nodes=torch.ones(4, dtype=torch.int32))
-    params = SamplingParams.make([1.0, 0.3, 0.0, 2.0])
-    shared = step._replace(draft=draft, params=params, target_row=step.target_row[:1].expand(4, 1))
-    if drafts == "fixed":
-        shared = shared._replace(
-            draft=Draft(torch.tensor([[0, 9]]).repeat(4, 1), torch.full((4,), 2).int()),
-            target_row=step.target_row[[0, 2]].T.expand(4, 2),
-            accept_coins=torch.full((4, 2), 0.5).double(),
-            max_depth=1,
+def test_requests_and_nodes_may_share_rows(name: str, rule: str) -> None:
+    """All nodes of a request, and all requests, are judged by the same rows at other
+    temperatures."""
+    params = SamplingParams.make([1.0, 0.3, 0.0, 2.0, 1.5])
+    for seed in range(fewer(name, 6, 1)):
+        step = make_step(Case(5, 3, 257, filters="none", drafts="sampled", seed=seed))
+        step = step._replace(target_row=step.target_row[:1, :1].expand(5, 4))
+        assert_accepts(step.accept(layer(name), rule), step, rule)
+        assert step.draft.row is not None
+        same = step._replace(
+            draft=step.draft._replace(row=step.draft.row[:1, 1:2].repeat(5, 4)),
+            params=params,
+            target_law=params,
         )
-    for final in (0.1, 0.5, 0.9):
-        finals = torch.full((4,), final, dtype=torch.float64)
-        given = shared._replace(target_law=params, final_coins=finals)
-        assert_accepts(given.accept(layer(name), rule), given, rule)
+        assert_accepts(same.accept(layer(name), rule), same, rule)
 
 
 def assert_equal(result: Acceptance, expected: Acceptance) -> None:

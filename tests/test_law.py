@@ -123,6 +123,20 @@ def test_filters_of_flat_peaked_and_tied_rows(name: str, scale: float, vocab: in
 
 
 @every_layer
+@pytest.mark.parametrize("vocab", [1025, 5001, 8193])
+def test_kept_ids_may_be_the_last_of_a_row(name: str, vocab: int) -> None:
+    """Ties at the cutoff are kept in every part of a row: its start, a border, its last ids."""
+    logits = torch.full((1, vocab), -1.0)
+    logits[0, [0, 511, 512, 1023, 1024, vocab - 1]] = 2.0
+    logits[0, 700] = 3.0
+    ties = len({0, 511, 512, 1023, 1024, vocab - 1})
+    for params in (SamplingParams.make(1.0, 2), SamplingParams.make(1.0, 3, 0.5)):
+        law = layer(name).row_law(logits, params, one_request(1))
+        assert (float(law.cutoff), int(law.argmax)) == (2.0, 700)
+        assert float(law.log_sum) == pytest.approx(math.log(1.0 + ties * math.exp(-1.0)), abs=1e-6)
+
+
+@every_layer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_and_neighbours_do_not_matter(name: str, layout: str) -> None:
     """Rows are right in every memory layout, and bit-equal in any order and alone."""
