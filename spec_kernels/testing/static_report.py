@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -253,3 +253,28 @@ def to_table(found: Iterable[Row]) -> str:
     return "\n".join(
         "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+_AT_MOST: Final = ("launches", "registers", "spill_bytes", "shared_bytes")
+
+
+def over_budget(row: Row, limit: Mapping[str, Any]) -> list[str]:
+    """Return what of a row is outside its budget, one text each.
+
+    Args:
+        row: as measured.
+        limit: largest launches, registers, spill_bytes, shared_bytes and (where it is given)
+            instructions_per_element; smallest load_bits; mma as it must be.
+    """
+    found = [(name, getattr(row, name) > limit[name]) for name in _AT_MOST]
+    found += [("load_bits", row.load_bits < limit["load_bits"]), ("mma", row.mma != limit["mma"])]
+    if "instructions_per_element" in limit:
+        per_id = row.instructions_per_element
+        over = per_id is None or per_id > limit["instructions_per_element"]
+        found.append(("instructions_per_element", over))
+    return [
+        f"{row.kernel} {row.target} {row.configuration}: {name} {getattr(row, name)}, "
+        f"budget {limit[name]}"
+        for name, is_over in found
+        if is_over
+    ]
