@@ -34,6 +34,8 @@ from spec_kernels.kernels._device import (
 from spec_kernels.kernels.law import invert_temperature
 from spec_kernels.types import Law
 
+SMALLEST = tl.constexpr(-1075.0)  # log2 of what rounds to 0 in float64: such an id has no mass
+
 
 class Tiles(NamedTuple):
     """Statistics that laws without filters are combined from.
@@ -162,8 +164,8 @@ def log2_law(x, is_argmax, law, IS_LAW: tl.constexpr):
     """log2 of the probability of some logits (or of probabilities), in float64."""
     x = x.to(tl.float64)
     if IS_LAW:
-        nats = (x - law.row_max) * law.inv_temperature - law.log_sum
-        sampled = tl.where(x >= law.cutoff, nats * LOG2E, NEG_INF)
+        bits = ((x - law.row_max) * law.inv_temperature - law.log_sum) * LOG2E
+        sampled = tl.where((x >= law.cutoff) & (bits >= SMALLEST), bits, NEG_INF)
         return tl.where(law.inv_temperature == 0.0, tl.where(is_argmax, 0.0, NEG_INF), sampled)
     else:
         return tl.log2(x)
