@@ -2,7 +2,7 @@
 
 from spec_kernels.kernels.accept import accept, match
 from spec_kernels.kernels.law import adjust_logits_, overlap, row_law
-from spec_kernels.kernels.random import coins, draft_coins, exponential
+from spec_kernels.kernels.random import coins, draft_coins
 from spec_kernels.kernels.sample import sample
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "adjust_logits_",
     "coins",
     "draft_coins",
-    "exponential",
     "match",
     "overlap",
     "row_law",

@@ -16,21 +16,10 @@ Determinism: an id's value depends on its own inputs only.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from spec_kernels.kernels._device import (
-    NEG_INF,
-    column_stride,
-    config_of,
-    load_tile,
-    tile_offsets,
-)
-
-BIAS_BLOCK = 128
-"""Bias entries that are compared with the bounds of a tile at once."""
+from spec_kernels.kernels._device import NEG_INF, load_tile, tile_offsets
 
 
 @triton.jit
@@ -148,64 +137,3 @@ def adjust_kernel(
         tl.store(row_ptr + ids * logits_stride_col, out)
     else:
         tl.store(row_ptr + ids * logits_stride_col, out, mask=mask)
-
-
-def adjust_logits_(
-    logits: Tensor,
-    row_request: Tensor,
-    *,
-    allowed_words: Tensor | None = None,
-    bias_ids: Tensor | None = None,
-    bias_values: Tensor | None = None,
-    output_counts: Tensor | None = None,
-    prompt_words: Tensor | None = None,
-    repetition_penalty: Tensor | None = None,
-    presence_penalty: Tensor | None = None,
-    frequency_penalty: Tensor | None = None,
-    draft_tokens: Tensor | None = None,
-    row_node: Tensor | None = None,
-) -> None:
-    """Apply penalties, then bias, then the mask of allowed ids to logits, in place."""
-    rows, vocab = logits.shape
-    if not logits.numel():
-        return
-    if bias_ids is None or bias_values is None:
-        bias_ids = bias_values = None
-    if draft_tokens is None or row_node is None:
-        draft_tokens = row_node = None
-    per_request = (bias_ids, output_counts, prompt_words, draft_tokens)
-    penalties = (repetition_penalty, presence_penalty, frequency_penalty)
-    sizes = [tensor.shape[0] for tensor in (*per_request, *penalties) if tensor is not None]
-    config = config_of(logits)
-    chunks = max(1, config.chunks // 4)
-    tile = chunks * config.lanes * config.width
-    adjust_kernel[(rows, triton.cdiv(vocab, tile))](
-        logits_ptr=logits,
-        row_request_ptr=row_request.contiguous(),
-        allowed_ptr=_packed(allowed_words),
-        bias_ids_ptr=_packed(bias_ids),
-        bias_values_ptr=_packed(bias_values),
-        counts_ptr=_packed(output_counts),
-        prompt_ptr=_packed(prompt_words),
-        repetition_ptr=_packed(repetition_penalty),
-        presence_ptr=_packed(presence_penalty),
-        frequency_ptr=_packed(frequency_penalty),
-        draft_tokens_ptr=_packed(draft_tokens),
-        row_node_ptr=_packed(row_node),
-        logits_stride_row=logits.stride(0),
-        logits_stride_col=column_stride(logits),
-        batch=min(sizes, default=torch.iinfo(torch.int32).max),
-        nodes=0 if draft_tokens is None else draft_tokens.shape[1],
-        max_bias=0 if bias_ids is None else bias_ids.shape[1],
-        vocab=vocab,
-        CHUNKS=chunks,
-        LANES=config.lanes,
-        WIDTH=config.width,
-        BIAS_BLOCK=BIAS_BLOCK,
-        num_warps=config.num_warps,
-    )
-
-
-def _packed(tensor: Tensor | None) -> Tensor | None:
-    """Rows without gaps; a copy only where there are some."""
-    return None if tensor is None else tensor.contiguous()

@@ -130,6 +130,48 @@ def column_stride(rows: Tensor) -> int:
 
 
 @triton.jit
+def is_sampled(temperature):
+    """Not greedy and in range; false for NaN."""
+    return (temperature >= GREEDY_TEMPERATURE) & (temperature <= MAX_TEMPERATURE)
+
+
+@triton.jit
+def invert_temperature(temperature):
+    """1 / temperature, and 1 where the row isn't sampled.
+
+    One Newton step makes up for the approximate division; the exact one calls a subroutine, for
+    which every kernel would save registers.
+    """
+    divisor = tl.where(is_sampled(temperature), temperature, 1.0)
+    inverse = 1.0 / divisor
+    return tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
+
+
+@triton.jit
+def locate_slot(
+    slot,
+    slot_row_ptr,  # [slots] i32, or None: slot i is row i
+    slot_request_ptr,  # [slots] i32, or None: slot i belongs to request i // nodes
+    num_nodes_ptr,  # [batch] i32, or None: every slot is present
+    rows,
+    batch,
+    nodes,
+):
+    """Row and request of a slot, and whether both exist. Row and request are 0 if not."""
+    row = slot
+    request = slot // nodes
+    if slot_row_ptr is not None:
+        row = tl.load(slot_row_ptr + slot)
+    if slot_request_ptr is not None:
+        request = tl.load(slot_request_ptr + slot)
+    exists = (request >= 0) & (request < batch) & (row >= 0) & (row < rows)
+    if num_nodes_ptr is not None:
+        node = slot - request * nodes
+        exists = exists & (node < tl.load(num_nodes_ptr + request, mask=exists, other=0))
+    return tl.where(exists, row, 0), tl.where(exists, request, 0), exists
+
+
+@triton.jit
 def tile_offsets(CHUNKS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
     """Place of every element of a tile: `[CHUNKS, LANES, WIDTH]`, in id order."""
     chunk = tl.arange(0, CHUNKS)[:, None, None] * (LANES * WIDTH)

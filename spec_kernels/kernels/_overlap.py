@@ -11,22 +11,17 @@ Determinism: the order of every sum depends on vocabulary size and layout alone.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from spec_kernels.kernels._device import (
     NEG_INF,
-    column_stride,
-    config_of,
     load_law,
     load_tile,
     sum_tile,
     tile_offsets,
     weigh,
 )
-from spec_kernels.types import Law
 
 
 @triton.jit
@@ -104,53 +99,3 @@ def add_kernel(
     mask_tile = tile < tl.where(is_valid, tiles, 0)
     beta = tl.sum(tl.load(part_ptr + row * tiles + tile, mask=mask_tile, other=0.0), 0)
     tl.store(beta_ptr + row, tl.where(is_valid, beta, float("nan")))
-
-
-def overlap(
-    target_logits: Tensor,
-    target_law: Law | None,
-    draft_logits: Tensor,
-    draft_law: Law | None,
-    *,
-    target_to_draft: Tensor | None = None,
-) -> Tensor:
-    """Return the acceptance probability of each pair of rows: `[rows] float32`."""
-    rows, vocab = target_logits.shape
-    beta = target_logits.new_empty(rows, dtype=torch.float32)
-    if not rows:
-        return beta
-    if target_law is not None:
-        target_law = Law(*(field.contiguous() for field in target_law))
-    if draft_law is not None:
-        draft_law = Law(*(field.contiguous() for field in draft_law))
-    config = config_of(target_logits, draft_logits[:, :vocab])
-    tiles = config.tiles(vocab)
-    part = target_logits.new_empty(rows, tiles, dtype=torch.float32)
-    overlap_kernel[(rows, tiles)](
-        part_ptr=part,
-        target_ptr=target_logits,
-        target_law=target_law,
-        draft_ptr=draft_logits,
-        draft_law=draft_law,
-        map_ptr=None if target_to_draft is None else target_to_draft.contiguous(),
-        target_stride_row=target_logits.stride(0),
-        target_stride_col=column_stride(target_logits),
-        draft_stride_row=draft_logits.stride(0),
-        draft_stride_col=column_stride(draft_logits),
-        vocab=vocab,
-        draft_vocab=draft_logits.shape[1],
-        CHUNKS=config.chunks,
-        LANES=config.lanes,
-        WIDTH=config.width,
-        num_warps=config.num_warps,
-    )
-    add_kernel[(rows,)](
-        beta_ptr=beta,
-        part_ptr=part,
-        target_law=target_law,
-        draft_law=draft_law,
-        tiles=tiles,
-        TILES=triton.next_power_of_2(tiles),
-        num_warps=1,
-    )
-    return beta
