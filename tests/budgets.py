@@ -5,6 +5,7 @@ python -m tests.budgets [--write] [target ...]
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
 from pathlib import Path
@@ -23,7 +24,8 @@ def to_toml(row: static.Row) -> str:
     lines.append(f'configuration = "{row.configuration}"')
     lines += [f"{name} = {getattr(row, name)}" for name in FIELDS]
     if row.instructions_per_element is not None:
-        lines.append(f"instructions_per_element = {row.instructions_per_element}")
+        limit = math.ceil(10 * row.instructions_per_element) / 10
+        lines.append(f"instructions_per_element = {limit}")
     return "\n".join(["[[row]]", *lines, f'mma = "{row.mma}"', ""])
 
 

@@ -148,7 +148,8 @@ class Row:
         registers, spill_bytes, shared_bytes: per thread, per thread, per program.
         load_bits: width that carries most bytes on the hot path.
         instructions_per_element: a thread's instructions on the hot path, per vocabulary id of
-            its tiles (per pair of ids where two rows are read); None for kernels that stream none.
+            its tiles (per pair of ids where two rows are read); None for kernels that stream none,
+            and on AMD, where structured code hides which branches exclude each other.
         mma: matrix instructions.
         bound: what binds it by the model of `timing`, by chip.
     """
@@ -217,7 +218,7 @@ def rows(target: str, names: Iterable[str] = tuple(CONFIGURATIONS)) -> list[Row]
                     resources.spill_bytes,
                     resources.shared_bytes,
                     path.load_bits,
-                    None if per_id is None else round(per_id, 2),
+                    None if per_id is None or target.startswith("gfx") else round(per_id, 2),
                     " ".join(resources.mma),
                     {chip: bound(resources, chip, path) for chip in chips},
                 )
