@@ -112,6 +112,12 @@ def read_laws(law, row, mask):
 
 
 @triton.jit
+def no_law(valid):
+    """What stands for the law of rows of probabilities."""
+    return Law(1.0, NEG_INF, 0.0, 0.0, tl.full((), PAD_TOKEN, tl.int64), valid)
+
+
+@triton.jit
 def is_greedy(temperature):
     """In range and below `GREEDY_TEMPERATURE`; false for NaN."""
     return (temperature >= 0.0) & (temperature < GREEDY_TEMPERATURE)
@@ -146,7 +152,7 @@ def target_laws(inputs, request, slot, row, mask, tiles, SOURCE: tl.constexpr, T
     elif SOURCE == "slots":
         return read_laws(inputs.target_law, slot, mask)
     else:
-        return Law(1.0, NEG_INF, 0.0, 0.0, PAD_TOKEN, mask)
+        return no_law(mask)
 
 
 @triton.jit
@@ -154,7 +160,7 @@ def draft_laws(inputs, row, sizes):
     """Laws of draft rows; a row outside the tensor, -1 too, is not valid."""
     inside = (row >= 0) & (row < sizes.draft_rows)
     if inputs.draft_law is None:
-        return Law(1.0, NEG_INF, 0.0, 0.0, PAD_TOKEN, inside)
+        return no_law(inside)
     else:
         return read_laws(inputs.draft_law, row, inside)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from spec_kernels.kernels._chain import draft_laws, log2_draft, read_laws
+from spec_kernels.kernels._chain import draft_laws, log2_draft, no_law, read_laws
 from spec_kernels.kernels._device import (
     INF,
     LOG2E,
@@ -32,7 +32,7 @@ from spec_kernels.kernels._device import (
 )
 from spec_kernels.types import Law
 
-HUGE_EXPONENT = tl.constexpr(2.0**100)
+HUGE_EXPONENT = tl.constexpr(1.07e9)  # < 2^30: float32 rounds a shift below it by at most 32
 NOWHERE = tl.constexpr(-2)
 RUN = tl.constexpr(8)  # neighbouring ids of a lane when an unaligned tile is drawn from
 
@@ -77,7 +77,8 @@ class Residual(NamedTuple):
 def weight_of(law, log2_a, IS_LAW: tl.constexpr):
     """Constants of the weights `a * p` of a row.
 
-    A row whose exponents leave the range of float32 has all its mass on its largest logit.
+    Above `HUGE_EXPONENT` the factor might overflow. There the next smaller logit has a weight below
+    2^-63, so all mass is put on the largest one.
     """
     if IS_LAW:
         scale = law.inv_temperature * LOG2E
@@ -118,7 +119,7 @@ def law_at(inputs, laws, slot, row, exists, node, SOURCE: tl.constexpr):
     elif SOURCE == "slots":
         return read_laws(inputs.target_law, slot, exists)
     else:
-        return Law(1.0, NEG_INF, 0.0, 0.0, PAD_TOKEN, exists)
+        return no_law(exists)
 
 
 @triton.jit
@@ -162,7 +163,7 @@ def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOF
         x = tl.load(rows.q_row + column * sizes.draft_stride_col, mask=known, other=OTHER)
         q = weigh(x.to(tl.float32), rows.q, IS_LAW, True)
         if IS_LAW:
-            hot = tl.where(column == one_hot, 1.0 / rows.ratio, 0.0)
+            hot = tl.where(column == one_hot, INF, 0.0)  # nothing of a p is left there
             q = tl.where(rows.q_law.inv_temperature == 0.0, hot, q)
         return q
     else:
