@@ -107,10 +107,10 @@ def row_params(params: SamplingParams) -> list[RowParams]:
 
 
 def tile_sums(weights: Tensor) -> list[float]:
-    """Return the sum of every tile of `TILE` weights; a short one comes last."""
+    """Return the sum of every tile of `TILE` weights, at least one; a short one comes last."""
     whole = weights.numel() // TILE * TILE
     sums: list[float] = weights[:whole].view(-1, TILE).sum(1).tolist()
-    if whole < weights.numel():
+    if whole < weights.numel() or not sums:
         sums.append(float(weights[whole:].sum()))
     return sums
 

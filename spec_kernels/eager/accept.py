@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spec_kernels.eager._rows import INVALID, RowLaw, Weights, tile_sums
 from spec_kernels.eager.law import RowReader, on_same_ids
-from spec_kernels.eager.sample import draw
+from spec_kernels.eager.sample import draw_id
 from spec_kernels.types import (
     INVALID_DRAFT,
     INVALID_TARGET,
@@ -203,21 +203,15 @@ def accept_scan(
     return n, step, 1.0, None
 
 
-def _draw_id(coin: float, weights: Weights, tiles: list[float] | None = None) -> int:
-    """Draw an id; `PAD_TOKEN` if no weight is positive."""
-    place = draw(coin, weights.mass, tiles)
-    return place if weights.ids is None or place == PAD_TOKEN else int(weights.ids[place])
-
-
 def _draw_recovered(
     readers: _Readers, step: _Step, a: float, residual: _Residual | None, coin: float
 ) -> int:
     """Draw from the residual; where it vanishes, from p without the rejected id; where that does,
     from p."""
-    token = _draw_id(coin, *(residual or residual_mass(readers, step, a)))
+    token = draw_id(coin, *(residual or residual_mass(readers, step, a)))
     if token == PAD_TOKEN:
-        token = _draw_id(coin, _without(readers.target.scaled(*step.p, 1.0), step.token))
-    return token if token != PAD_TOKEN else _draw_id(coin, readers.target.weights(*step.p))
+        token = draw_id(coin, _without(readers.target.scaled(*step.p, 1.0), step.token))
+    return token if token != PAD_TOKEN else draw_id(coin, readers.target.weights(*step.p))
 
 
 def _judge(chain: _Chain, coins: list[float], final_coin: float, rule: str) -> tuple[int, int, int]:
@@ -229,7 +223,7 @@ def _judge(chain: _Chain, coins: list[float], final_coin: float, rule: str) -> t
     else:
         status, token = chain.status, PAD_TOKEN
         if chain.last.law.status == OK:
-            token = _draw_id(final_coin, chain.readers.target.weights(*chain.last))
+            token = draw_id(final_coin, chain.readers.target.weights(*chain.last))
     return n, token, status | (INVALID_TARGET if token == PAD_TOKEN else OK)
 
 

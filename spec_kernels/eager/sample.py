@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spec_kernels.eager._rows import TILE, RowLaw, first_argmax, tile_sums
+from spec_kernels.eager._rows import TILE, RowLaw, Weights, first_argmax, tile_sums
 from spec_kernels.eager.law import RowReader
 from spec_kernels.eager.random import exponential, exponential_rows
 from spec_kernels.types import OK, PAD_TOKEN, Law
@@ -51,6 +51,12 @@ def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
     return start + min(bisect_right(steps, part * steps[-1]), bisect_left(steps, steps[-1]))
 
 
+def draw_id(coin: float, weights: Weights, tiles: list[float] | None = None) -> int:
+    """Draw an id in proportion to its weight; `PAD_TOKEN` if no weight is positive."""
+    place = draw(coin, weights.mass, tiles)
+    return place if weights.ids is None or place == PAD_TOKEN else int(weights.ids[place])
+
+
 class _Noise:
     """The coupled noise of every row, for as many rows at once as fit in `NOISE_BLOCK` ids."""
 
@@ -76,7 +82,7 @@ def _race(reader: RowReader, row: int, law: RowLaw, noise: _Noise) -> int:
     """Return the id with the largest `weight / E`: that of `log p + g`, the first in a tie."""
     ids, mass = reader.weights(row, law)
     arrivals = mass / noise.at(row, ids)
-    if not float(arrivals.amax()) > 0.0:
+    if not arrivals.numel() or not float(arrivals.amax()) > 0.0:
         return PAD_TOKEN
     first = first_argmax(arrivals)
     return first if ids is None else int(ids[first])
@@ -132,7 +138,5 @@ def sample(
         elif race is not None:
             tokens[row] = _race(reader, row, row_law, race)
         else:
-            ids, mass = reader.weights(row, row_law)
-            place = draw(given[row], mass)
-            tokens[row] = int(ids[place]) if ids is not None else place
+            tokens[row] = draw_id(given[row], reader.weights(row, row_law))
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
