@@ -110,6 +110,13 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
     return laid
 
 
+def spread_columns(tensor: Tensor) -> Tensor:
+    """Return every second column of a wider tensor, whose other columns hold other values."""
+    wide = torch.full((tensor.shape[0], 2 * tensor.shape[1]), 77, dtype=tensor.dtype)
+    wide[:, ::2] = tensor
+    return wide[:, ::2]
+
+
 def random_params(batch: int, filters: str, generator: torch.Generator) -> SamplingParams:
     """Return parameters of a mixed batch: greedy, cold, plain and hot requests."""
     temperatures = [1.0, 0.0, 0.7, 1.4, 1e-12, 0.3]
@@ -233,6 +240,11 @@ def oracle_answers(step: Step, rule: str) -> Iterator[Acceptance]:
                 accept_coins=nearby(step.accept_coins, accept_shift),
                 final_coins=nearby(step.final_coins, final_shift),
             )
+
+
+def assert_equal(result: Acceptance, expected: Acceptance) -> None:
+    for field, given, wanted in zip(Acceptance._fields, result, expected, strict=True):
+        assert torch.equal(given, wanted), field
 
 
 def assert_accepts(result: Acceptance, step: Step, rule: str) -> None:
