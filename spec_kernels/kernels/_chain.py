@@ -29,9 +29,9 @@ from spec_kernels.kernels._device import (
     OK,
     PAD_TOKEN,
     combine_tiles,
+    invert_temperature,
     is_valid_row,
 )
-from spec_kernels.kernels.law import invert_temperature
 from spec_kernels.types import Law
 
 SMALLEST = tl.constexpr(-1075.0)  # log2 of what rounds to 0 in float64: such an id has no mass

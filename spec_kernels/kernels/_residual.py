@@ -9,7 +9,7 @@
 the same for all ids of a row, so `factor` undoes it and one fused multiply-add an id is enough.
 
 Source:
-    VERIFICATION of drafts by residuals: Leviathan et al. 2023; inverse CDF in two levels.
+    Leviathan et al. 2023, "Fast inference from transformers via speculative decoding".
 """
 
 from __future__ import annotations
@@ -207,18 +207,30 @@ def sum_weights(
     inputs, first, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
     HAS_CUTOFF: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of `a p` and of its residual over a tile. Tiles inside both rows are read unmasked: a
-    masked load is narrow unless the compiler can divide the bound."""
-    ids = first + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
-    width = sizes.vocab
-    if HAS_Q:
-        width = tl.minimum(sizes.vocab, sizes.draft_vocab)
-    if first + SHAPE[0] * SHAPE[1] * SHAPE[2] <= width:
-        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF)
-        plain, residual = sum_tile(p), sum_tile(r)
+    """Sums of `a p` and of its residual over a tile.
+
+    Tiles inside both rows are read unmasked: a masked load is narrow unless the compiler can
+    divide the bound. Mapped tiles are read in parts, which need fewer registers.
+    """
+    TILE: tl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    if HAS_Q and inputs.draft_column is not None:
+        PART: tl.constexpr = SHAPE[0] // 4 if SHAPE[0] > 4 else 1
+        plain = 0.0
+        residual = 0.0
+        for start in range(0, TILE, PART * SHAPE[1] * SHAPE[2]):
+            ids = first + start + tile_offsets(PART, SHAPE[1], SHAPE[2])
+            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, True, False, True)
+            plain += sum_tile(p)
+            residual += sum_tile(r)
     else:
-        p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
-        plain, residual = sum_tile(p), sum_tile(r)
+        ids = first + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+        width = tl.minimum(sizes.vocab, sizes.draft_vocab) if HAS_Q else sizes.vocab
+        if first + TILE <= width:
+            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF)
+            plain, residual = sum_tile(p), sum_tile(r)
+        else:
+            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+            plain, residual = sum_tile(p), sum_tile(r)
     return plain * rows.p.factor, residual * rows.p.factor
 
 
@@ -279,10 +291,12 @@ def draw_id(
 ):  # fmt: skip
     """Inverse CDF inside a tile, in id order: a lane's run of ids, then one of them.
 
-    Unaligned tiles are read in coalesced spans first: long runs per lane would need a load an id.
+    Unaligned and mapped tiles are read in coalesced spans first: long runs per lane would need a
+    load an id, and more registers than there are.
     """
     LANES: tl.constexpr = SHAPE[1]
-    EACH: tl.constexpr = SHAPE[0] * SHAPE[2] if SHAPE[2] > 1 else RUN
+    IS_WIDE: tl.constexpr = SHAPE[2] > 1 and inputs.draft_column is None
+    EACH: tl.constexpr = SHAPE[0] * SHAPE[2] if IS_WIDE else RUN
     SPANS: tl.constexpr = SHAPE[0] * SHAPE[2] // EACH
     if SPANS > 1:
         ids = first + tile_offsets(SPANS, EACH, LANES)
