@@ -240,6 +240,8 @@ def residual_mass_kernel(
         out = request * tiles
     else:
         log2_a = take(log2_acceptance(scan), node - 1)
+        # at the end p stands alone: a p might vanish
+        log2_a = tl.where((node == scan.end) & (log2_a > NEG_INF), 0.0, log2_a)
         out = (request * nodes + node) * tiles
     if node > scan.end:
         return
@@ -292,7 +294,7 @@ def keep_block(
     inputs, request, residual_ptr, sizes, scan, SOURCE: tl.constexpr, NODES: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Block rule: the last draft that its coin keeps, and log2 a there."""
+    """Block rule: the last draft that its coin keeps, and log2 of the scale of p behind it."""
     node = tl.arange(0, NODES)
     inner = node + 1 < scan.end
     if SOURCE == "tiles":  # a is 0 or 1 at a greedy request, and no mass was stored
@@ -306,7 +308,7 @@ def keep_block(
     h = tl.where(node + 1 == scan.end, a, h)
     coins = load_coins(inputs, request, sizes, scan.end, NODES)
     kept = tl.max(tl.where(coins < h, node + 1, 0), 0)
-    return kept, take(log2_a, kept - 1)
+    return kept, tl.where(kept == scan.end, 0.0, take(log2_a, kept - 1))
 
 
 @triton.jit
@@ -547,13 +549,14 @@ def accept(
         return outputs
     num_nodes, target_row = draft.num_nodes.contiguous(), target_row.contiguous()
     law, source = _target_law(target_logits, target_law, target_row, num_nodes)
-    has_rows = draft.logits is not None and draft.row is not None
+    if draft.row is None or draft.logits is None:  # without logits any row is out of range
+        draft = draft._replace(logits=None if draft.row is None else target_logits[:0], law=None)
     inputs = Inputs(
         tokens=draft.tokens.contiguous(),
         num_nodes=num_nodes,
-        draft_logits=draft.logits if has_rows else None,
-        draft_law=_contiguous(draft.law) if has_rows else None,
-        draft_row=draft.row.contiguous() if has_rows and draft.row is not None else None,
+        draft_logits=draft.logits,
+        draft_law=_contiguous(draft.law),
+        draft_row=None if draft.row is None else draft.row.contiguous(),
         draft_column=None if target_to_draft is None else target_to_draft.contiguous(),
         target_logits=target_logits,
         target_law=law,
