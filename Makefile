@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format bench gpu clean
+.PHONY: help demo test slow lint format budgets bench gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -35,6 +35,9 @@ lint: $(VENV)/installed  ## ruff and mypy
 format: $(VENV)/installed  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+budgets: $(VENV)/installed  ## what every kernel uses on every target, against tests/budgets.toml
+	$(TEST_ENV) $(BIN)/python -m tests.budgets
 
 bench: $(VENV)/installed  ## the CPU benchmarks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks

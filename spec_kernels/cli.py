@@ -1,4 +1,5 @@
-"""The command line: generate text speculatively, compare with plain decoding, run the demo.
+"""The command line: generate text speculatively, compare with plain decoding, run the demo, and
+report what the kernels use.
 
 Generated text goes to stdout as it comes; progress and errors go to stderr. With `--json` the last
 line of stdout is one JSON object.
@@ -370,6 +371,43 @@ def demo(
             _OUT.print(Text(prompt.text, style="dim"), soft_wrap=True)
             request = Request(prompt.encode(setup.tokenizer), max_new_tokens=max_new_tokens)
             _solve(setup, request, compared=True, as_json=as_json)
+
+
+@app.command()
+def bench(
+    static: Annotated[
+        bool, typer.Option("--static", help="Compile the kernels and count; needs no GPU.")
+    ] = False,
+    target: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90, ...; repeatable.")] = None,
+    configuration: Annotated[
+        list[str] | None, typer.Option(help="Hot configuration; repeatable (default: bf16).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+) -> None:
+    """Say what the kernels of a verification step use and move, and what a model says binds them.
+
+    Launches are of the whole step; bytes and floor are those of one request. Times are not
+    measured: for those see `make bench` and `make gpu`.
+    """
+    with _friendly_errors():
+        if not static:
+            raise ValueError("bench needs --static; measured benchmarks run by: make bench")
+        from spec_kernels.testing import TARGETS, static_report
+
+        targets, names = target or ["sm_90"], configuration or ["bf16"]
+        unknown = sorted({*targets} - {*TARGETS} | {*names} - {*static_report.CONFIGURATIONS})
+        if unknown:
+            known = ", ".join([*TARGETS, *static_report.CONFIGURATIONS])
+            raise ValueError(f"unknown: {', '.join(unknown)}; known are {known}")
+        with _progress() as progress:
+            found = []
+            for one in targets:
+                progress(f"compiling for {one}")
+                found += static_report.rows(one, names)
+            progress("counting bytes")
+            found = static_report.with_traffic(found)
+        report = static_report.to_json(found) if as_json else static_report.to_table(found)
+        _OUT.file.write(report + "\n")
 
 
 @app.command()

@@ -49,7 +49,7 @@ ARROWS = {
     "training": LOOP,
     "integrations": LOOP,
     "comparison": LOOP,
-    "cli": LOOP | {"comparison", "integrations", "training", "conformance"},
+    "cli": LOOP | {"comparison", "integrations", "training", "conformance", "testing"},
     "__main__": {"cli"},
     "__init__": LOOP,
     "parallel": GROUND | {"ops", "eager", "kernels"},

@@ -247,3 +247,27 @@ def test_missing_command_line_packages_are_named() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "pip install 'spec-kernels[demo]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "bench needs --static"),
+        (["--static", "--target", "sm_1"], "unknown: sm_1; known are"),
+        (["--static", "--configuration", "int4"], "unknown: int4; known are"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], message: str) -> None:
+    result = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.slow
+def test_bench_reports_every_kernel_of_the_step() -> None:
+    result = run("bench", "--static", "--json", "--configuration", "bf16-fixed")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["kernel"] for row in rows][::2] == ["tile_stats_kernel", "decide_kernel"]
+    assert all(row["launches"] == len(rows) == 3 and row["spill_bytes"] == 0 for row in rows)
+    assert sum(row["bytes"] for row in rows) <= 1.05 * sum(row["floor_bytes"] for row in rows)

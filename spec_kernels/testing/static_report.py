@@ -1,7 +1,7 @@
 """What this library's kernels use and move, known without a GPU.
 
-`rows` compiles real launches at real sizes and reads their machine code; `traffic` interprets one
-and counts its bytes. `tests/budgets.toml` holds the limits.
+`rows` compiles real launches at real sizes and reads their machine code; `with_traffic` interprets
+one request and counts its bytes. `tests/budgets.toml` holds the limits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +25,7 @@ from .interpreter import interpreted
 from .resources import Mix, Resources, measure
 from .targets import CHIPS
 from .timing import bound
+from .watcher import watch
 
 
 class Configuration(NamedTuple):
@@ -152,6 +153,8 @@ class Row:
             and on AMD, where structured code hides which branches exclude each other.
         mma: matrix instructions.
         bound: what binds it by the model of `timing`, by chip.
+        bytes: moved by a launch for one request, as the watcher counts; None = not counted.
+        floor_bytes: what a launch for one request must read at the least.
     """
 
     kernel: str
@@ -165,6 +168,8 @@ class Row:
     instructions_per_element: float | None
     mma: str
     bound: dict[str, str]
+    bytes: int | None = None
+    floor_bytes: int | None = None
 
 
 def _line(function: Any, text: str, occurrence: int) -> str:
@@ -226,14 +231,40 @@ def rows(target: str, names: Iterable[str] = tuple(CONFIGURATIONS)) -> list[Row]
     return out
 
 
-def floor_bytes(c: Configuration) -> int:
-    """Return the bytes that the chain step must read: every target row once, and for the residual
-    both rows of a pair per draft (block rule) or per rejecting request (token rule)."""
+def floors(c: Configuration) -> dict[str, int]:
+    """Return the bytes that each kernel of the step must read: the statistics every target row
+    once, the residual masses both rows of a pair per draft (block rule) or per rejecting request
+    (token rule); the others only what those left."""
     row = c.vocab * c.dtype.itemsize
     pairs = 0
     if c.drafts == "dense":
         pairs = c.batch * (c.gamma if c.rule == "block" else 1)
-    return row * (c.batch * (c.gamma + 1) + 2 * pairs)
+    return {
+        "tile_stats_kernel": row * c.batch * (c.gamma + 1),
+        "residual_mass_kernel": row * 2 * pairs,
+    }
+
+
+def floor_bytes(c: Configuration) -> int:
+    """Return the bytes that the chain step must read."""
+    return sum(floors(c).values())
+
+
+def with_traffic(found: Iterable[Row]) -> list[Row]:
+    """Interpret one request of every configuration, and fill in `bytes` and `floor_bytes`."""
+    counted: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
+    out = []
+    for row in found:
+        if row.configuration not in counted:
+            c = CONFIGURATIONS[row.configuration]._replace(batch=1)
+            step = make_step(c, "cpu")
+            with watch(races=False) as seen:
+                step()
+            moved = {x.kernel: x.load_bytes + x.store_bytes for x in seen.launches}
+            counted[row.configuration] = (moved, floors(c))
+        moved, least = counted[row.configuration]
+        out.append(replace(row, bytes=moved[row.kernel], floor_bytes=least.get(row.kernel, 0)))
+    return out
 
 
 def to_json(found: Iterable[Row]) -> str:
@@ -241,15 +272,25 @@ def to_json(found: Iterable[Row]) -> str:
     return json.dumps([asdict(row) for row in found], indent=1)
 
 
+def _ratio(row: Row) -> tuple[str, str, str]:
+    """Return bytes, floor and their ratio as text."""
+    if row.bytes is None:
+        return "-", "-", "-"
+    ratio = f"{row.bytes / row.floor_bytes:.3f}" if row.floor_bytes else "-"
+    return f"{row.bytes:,}", f"{row.floor_bytes or 0:,}", ratio
+
+
 def to_table(found: Iterable[Row]) -> str:
     """Return rows as aligned text."""
     head = ["kernel", "target", "configuration", "launches", "regs", "spill", "shared", "load"]
-    lines = [[*head, "instr/id", "bound (model)"]]
+    lines = [[*head, "instr/id", "bytes", "floor", "ratio", "bound (model)"]]
     for r in found:
         numbers = (r.launches, r.registers, r.spill_bytes, r.shared_bytes, r.load_bits)
         per_id = "-" if r.instructions_per_element is None else f"{r.instructions_per_element:.1f}"
         bounds = " ".join(f"{chip}:{what}" for chip, what in r.bound.items())
-        lines.append([r.kernel, r.target, r.configuration, *map(str, numbers), per_id, bounds])
+        lines.append(
+            [r.kernel, r.target, r.configuration, *map(str, numbers), per_id, *_ratio(r), bounds]
+        )
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines
