@@ -89,8 +89,8 @@ def adjust_kernel(
     WIDTH: tl.constexpr,
     BIAS_BLOCK: tl.constexpr,
 ):
-    """Adjust one tile of one row. Floor: its bytes read and written; 8 instructions an id for a mask
-    alone, about 40 with everything. A row whose request does not exist is left alone."""
+    """Adjust one tile of one row. Floor: its bytes read and written; 8 instructions an id for a
+    mask alone, about 40 with everything. A row whose request does not exist is left alone."""
     row = tl.program_id(0).to(tl.int64)
     TILE: tl.constexpr = CHUNKS * LANES * WIDTH
     first = tl.program_id(1) * TILE
