@@ -54,8 +54,11 @@ class IncrementalText:
     def add(self, token: int) -> str:
         """Append a token; return the characters that it finished."""
         if self._finished == len(self._window) > _WINDOW:
-            self._window = self._window[-1:]
-            self._finished, self._taken = 1, len(self._detokenize(self._window))
+            # A token without text of its own would leave the next one at the start of a text, where
+            # some detokenizers drop a space.
+            last = self._detokenize(self._window[-1:])
+            if last:
+                self._window, self._finished, self._taken = self._window[-1:], 1, len(last)
         self._window += (token,)
         whole = self._detokenize(self._window)
         certain = whole.rstrip("\N{REPLACEMENT CHARACTER}")

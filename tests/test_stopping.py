@@ -151,6 +151,19 @@ def test_incremental_text_is_the_text(text: str, width: int, source: random.Rand
         assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(["▁a", "b", "▁", "", "▁c"]), max_size=80))
+def test_incremental_text_keeps_the_spaces_of_words(pieces: list[str]) -> None:
+    """A detokenizer that drops the space in front of a text drops none behind empty tokens."""
+
+    def detokenize(ids: Sequence[int]) -> str:
+        return "".join(pieces[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    stream = IncrementalText(detokenize)
+    parts = [stream.add(token) for token in range(len(pieces))]
+    assert "".join(parts) + stream.rest() == detokenize(range(len(pieces)))
+
+
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), max_size=40),
     st.lists(st.sampled_from(["END", "ab", "né", "\n\n", "D a"]), max_size=3),
