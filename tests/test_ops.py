@@ -251,3 +251,10 @@ def test_empty_batch_and_no_rows(step: Step) -> None:
         assert [list(t.shape) for t in result] == [[0, 3], [0], [0, 3], [0]]
     assert match(draft, step.tokens[:0, :3], max_depth=2).path.shape == (0, 3)
     adjust_logits_(step.logits[:0], none)
+
+
+def test_adjusts_logits_whose_columns_are_not_adjacent(step: Step) -> None:
+    transposed = step.logits.t().contiguous().t()
+    adjust_logits_(transposed, step.request, **step.adjustments)
+    adjust_logits_(step.logits, step.request, **step.adjustments)
+    assert torch.equal(transposed, step.logits)

@@ -20,7 +20,7 @@ from spec_kernels import (
     row_law,
     sample,
 )
-from tests.steps import ROWS, Step
+from tests.steps import ROWS, VOCAB, Step
 
 
 @pytest.fixture
@@ -224,7 +224,12 @@ REFUSED: dict[str, tuple[Callable[[Step], Any], type[Exception], str]] = {
     "adjust-overlapping": (
         lambda s: adjust_logits_(s.logits[:1].expand(ROWS, -1), s.request),
         ValueError,
-        "logits must not have overlapping rows, got strides [0, 1]",
+        "logits must not have overlapping rows or columns, got strides [0, 1]",
+    ),
+    "adjust-overlapping-columns": (
+        lambda s: adjust_logits_(s.logits[:, :1].expand(-1, VOCAB), s.request),
+        ValueError,
+        "logits must not have overlapping rows or columns, got strides [70, 0]",
     ),
     "adjust-mask": (
         lambda s: adjust_logits_(s.logits, s.request, allowed_words=s.id_map[None]),

@@ -44,8 +44,7 @@ def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
 
     Raises:
         TypeError: an argument has another dtype, or params is no `SamplingParams`.
-        ValueError: shapes or devices do not fit, vocab is 0, or the columns of logits are not
-            adjacent.
+        ValueError: shapes or devices do not fit, or vocab is 0.
 
     Note:
         float32 arithmetic. A row's law depends on that row alone, bit for bit. No probability
@@ -112,8 +111,9 @@ def adjust_logits_(
 
     Raises:
         TypeError: an argument has another dtype.
-        ValueError: shapes or devices do not fit; rows of logits overlap; logits require grad; only
-            one of bias_ids and bias_values, or of draft_tokens and row_node, is given.
+        ValueError: shapes or devices do not fit; rows or columns of logits overlap or interleave;
+            logits require grad; only one of bias_ids and bias_values, or of draft_tokens and
+            row_node, is given.
 
     Note:
         Arithmetic in float32, stored in the dtype of logits. Call it before `row_law`. No
@@ -135,9 +135,9 @@ def adjust_logits_(
     rows, vocab = logits.shape
     if logits.requires_grad:
         raise ValueError("logits must not require grad: adjust_logits_ writes them in place")
-    if rows > 1 and logits.stride(0) < vocab:
+    if _may_overlap(logits):
         raise ValueError(
-            f"logits must not have overlapping rows, got strides {list(logits.stride())}"
+            f"logits must not have overlapping rows or columns, got strides {list(logits.stride())}"
         )
     check("row_request", row_request, (rows,), torch.int32, logits.device)
     words = (vocab + 31) // 32
@@ -234,6 +234,17 @@ def overlap(
         target_to_draft,
     )
     return beta
+
+
+def _may_overlap(logits: Tensor) -> bool:
+    """Say whether two elements may lie in one place: a stride is shorter than what it spans."""
+    reach = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _check_together(first: str, a: Tensor | None, second: str, b: Tensor | None) -> None:
