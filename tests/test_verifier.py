@@ -271,3 +271,12 @@ def test_bad_arguments_are_refused(rule: str, problem: Problem) -> None:
         problem.verify(verifier, draft=problem.draft._replace(parents=problem.row))
     with pytest.raises(TypeError, match=r"draft\.tokens must be \[batch, nodes\]"):
         problem.verify(verifier, draft=problem.draft._replace(tokens=None))
+    with pytest.raises(TypeError, match="draft must be a Draft, got NoneType"):
+        problem.verify(verifier, draft=None)
+    with pytest.raises(TypeError, match=r"target_logits must be \[rows, vocab\] .*, got list"):
+        problem.verify(verifier, target_logits=[0.0])
+    with pytest.raises(TypeError, match="params must be SamplingParams, got NoneType"):
+        problem.verify(verifier, params=None)
+    for batch in (1, 5):
+        with pytest.raises(ValueError, match=r"params\.temperature must be \[4\] float32, got"):
+            problem.verify(verifier, params=SamplingParams.make(1.0, batch=batch))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from spec_kernels import ops
-from spec_kernels._check import IDS, check, require
+from spec_kernels._check import check, require
+from spec_kernels.ops._arguments import check_draft, check_logits, check_params
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, SamplingParams, invert_id_map
 
 RULES = ("block", "token", "coupled")
@@ -94,13 +95,13 @@ class Verifier(torch.nn.Module):
             ValueError: shapes or devices do not fit.
             NotImplementedError: draft.parents is given.
         """
-        check("draft.tokens", draft.tokens, ("batch", "nodes"), IDS)
-        batch, nodes = draft.tokens.shape
+        batch, nodes, device = check_draft(draft)
+        check_logits("target_logits", target_logits, device)
+        check_params("params", params, device, batch)
         if target_row is None:
             check("target_logits", target_logits, (batch * nodes, "vocab"), target_logits.dtype)
-            target_row = torch.arange(
-                batch * nodes, dtype=torch.int32, device=target_logits.device
-            ).view(batch, nodes)
+            target_row = torch.arange(batch * nodes, dtype=torch.int32, device=device)
+            target_row = target_row.view(batch, nodes)
         if max_depth is None:
             max_depth = nodes - 1
         if self.rule == "coupled":
@@ -137,7 +138,6 @@ class Verifier(torch.nn.Module):
         """Draw the target's own token after each node, `[batch, nodes]`."""
         rows, device = target_logits.shape[0], target_logits.device
         batch, nodes = draft.tokens.shape
-        check("draft.num_nodes", draft.num_nodes, (batch,), torch.int32, device)
         check("target_row", target_row, (batch, nodes), torch.int32, device)
         check("seeds", seeds, (batch,), torch.int64, device)
         check("root_positions", root_positions, (batch,), torch.int64, device)
