@@ -17,6 +17,7 @@ request does not depend on its neighbours, and a round that failed can be repeat
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Decoder:
         detokenize: text of a sequence of ids, for `text` and stop strings.
 
     Raises:
+        TypeError: gamma is no integer.
         ValueError: gamma is negative, or the rule is unknown.
 
     Example:
@@ -82,6 +84,7 @@ class Decoder:
         eos_ids: Sequence[int] = (),
         detokenize: Detokenize | None = None,
     ) -> None:
+        gamma = operator.index(gamma)
         require(gamma >= 0, f"gamma must be at least 0, got {gamma}")
         require(rule in RULES, f"rule must be one of {', '.join(RULES)}, got {rule!r}")
         self.target, self.rule = target, rule

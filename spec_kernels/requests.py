@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from spec_kernels._check import require
 from spec_kernels.ops import adjust_logits_
 from spec_kernels.stats import DecoderStats
 from spec_kernels.types import PAD_TOKEN, SamplingParams
+
+_LARGEST: Final = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Request:
         allowed_ids: the only ids that may be emitted; None allows all.
 
     Raises:
-        TypeError: an id is no integer, or stop_strings is one string.
+        TypeError: an id, the budget or the seed is no integer, or stop_strings is one string or
+            holds something else.
         ValueError: an empty prompt, a negative id, a number outside its range, an empty stop string
             or set of allowed ids.
 
@@ -69,14 +71,15 @@ class Request:
             if ids is not None:
                 object.__setattr__(self, name, check_ids(name, ids))
         require(len(self.prompt) > 0, "prompt must have at least one token, got none")
+        object.__setattr__(self, "max_new_tokens", operator.index(self.max_new_tokens))
         require(
-            operator.index(self.max_new_tokens) >= 0,
+            self.max_new_tokens >= 0,
             f"max_new_tokens must be at least 0, got {self.max_new_tokens}",
         )
         SamplingParams.make(self.temperature, self.top_k, self.top_p, self.min_p)
         if self.seed is not None:
-            valid = 0 <= operator.index(self.seed) < 2**63
-            require(valid, f"seed must be in [0, 2**63), got {self.seed}")
+            object.__setattr__(self, "seed", operator.index(self.seed))
+            require(0 <= self.seed < 2**63, f"seed must be in [0, 2**63), got {self.seed}")
         self._check_stop_strings()
         self._check_adjustments()
 
@@ -84,19 +87,24 @@ class Request:
         if isinstance(self.stop_strings, str):
             raise TypeError("stop_strings must be a sequence of strings, got one string")
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        for stop in self.stop_strings:
+            if not isinstance(stop, str):
+                raise TypeError(f"stop_strings must hold strings, got {type(stop).__name__}")
         require(all(self.stop_strings), "stop_strings must not hold an empty string")
 
     def _check_adjustments(self) -> None:
         penalty = self.repetition_penalty
-        valid = penalty is None or 0 < penalty < math.inf
-        require(valid, f"repetition_penalty must be positive and finite, got {penalty}")
+        valid = penalty is None or 1 / _LARGEST <= penalty <= _LARGEST
+        require(valid, f"repetition_penalty must be positive and finite in float32, got {penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            require(value is None or math.isfinite(value), f"{name} must be finite, got {value}")
+            valid = value is None or abs(value) <= _LARGEST
+            require(valid, f"{name} must be finite in float32, got {value}")
         if self.logit_bias is not None:
             check_ids("logit_bias", list(self.logit_bias))
             for value in self.logit_bias.values():
-                require(value < math.inf, f"logit_bias must be finite or -inf, got {value}")
+                valid = value <= _LARGEST
+                require(valid, f"logit_bias must be finite in float32 or -inf, got {value}")
         allowed = self.allowed_ids
         require(allowed is None or len(allowed) > 0, "allowed_ids must allow at least one id")
 

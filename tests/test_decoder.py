@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -356,10 +358,14 @@ BAD_REQUESTS = [
     ({"stop_strings": [""]}, "stop_strings must not hold an empty string"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
     ({"repetition_penalty": math.nan}, "repetition_penalty must be positive"),
+    ({"repetition_penalty": 1e-60}, "repetition_penalty must be positive"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty must be positive"),
     ({"presence_penalty": math.inf}, "presence_penalty must be finite"),
     ({"frequency_penalty": math.nan}, "frequency_penalty must be finite"),
-    ({"logit_bias": {1: math.nan}}, "logit_bias must be finite or -inf"),
-    ({"logit_bias": {1: math.inf}}, "logit_bias must be finite or -inf"),
+    ({"frequency_penalty": -1e39}, "frequency_penalty must be finite in float32"),
+    ({"logit_bias": {1: math.nan}}, "logit_bias must be finite in float32 or -inf"),
+    ({"logit_bias": {1: math.inf}}, "logit_bias must be finite in float32 or -inf"),
+    ({"logit_bias": {1: 1e39}}, "logit_bias must be finite in float32 or -inf"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias must not hold negative ids"),
     ({"allowed_ids": []}, "allowed_ids must allow at least one id"),
 ]
@@ -371,7 +377,17 @@ def test_bad_requests_are_refused_when_made(fields: dict[str, object], message: 
         Request(**{"prompt": [1], **fields})
 
 
-@pytest.mark.parametrize("fields", [{"prompt": [1.5]}, {"stop_strings": "END"}, {"top_k": 1.5}])
+WRONG_TYPES: list[dict[str, object]] = [
+    {"prompt": [1.5]},
+    {"stop_strings": "END"},
+    {"stop_strings": [3]},
+    {"top_k": 1.5},
+    {"seed": 1.5},
+    {"max_new_tokens": 1.5},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG_TYPES, ids=str)
 def test_wrong_types_are_refused_when_made(fields: dict[str, object]) -> None:
     with pytest.raises(TypeError):
         Request(**{"prompt": [1], **fields})
@@ -403,7 +419,18 @@ def test_nothing_runs_before_all_requests_are_checked(
         Decoder(target).stream(requests)
 
 
+@pytest.mark.parametrize("integer", [bool, np.int32, np.uint8, np.uint64])
+def test_seeds_and_budgets_may_be_any_integers(integer: Callable[[int], Any]) -> None:
+    def tokens(one: Any) -> tuple[int, ...]:
+        request = Request([1], max_new_tokens=one, temperature=1.0, seed=one)
+        return Decoder(gpt()).generate([request])[0].tokens
+
+    assert tokens(integer(1)) == tokens(1)
+
+
 def test_bad_decoders_are_refused() -> None:
+    with pytest.raises(TypeError):
+        Decoder(gpt(), gamma=2.5)
     with pytest.raises(ValueError, match="gamma must be at least 0, got -1"):
         Decoder(gpt(), gamma=-1)
     with pytest.raises(ValueError, match="rule must be one of block, token, coupled, got 'greedy'"):
