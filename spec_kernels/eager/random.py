@@ -24,43 +24,41 @@ COUPLED: Final = 4
 
 _MASK: Final = 0xFFFFFFFF
 _ROUNDS: Final = 10
+_CONSTANTS: Final = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, _MASK, 32)
+"""Two factors, two steps of the key, the mask of a word, and its width."""
 
 
 def _philox(seeds: Tensor, positions: Tensor, third: Tensor, fourth: Tensor) -> Tensor:
     """Return the four words at each counter, `[4, ...]`; the arguments broadcast.
 
-    Words 0 and 2 are the rows of `even`, words 1 and 3 those of `odd`; a round multiplies the
-    even ones, and their products change places.
+    `even` holds words 0 and 2; words 1 and 3 are the lower halves of the last products, which have
+    changed places. Upper halves that do not matter are masked out only before the next product.
     """
-    shape = (seeds + positions + third + fourth).shape
-    keys = _key_schedule(seeds.reshape([1] * (len(shape) - seeds.dim()) + list(seeds.shape)))
-    even, odd, products = (
-        torch.empty((2, *shape), dtype=torch.int64, device=third.device) for _ in range(3)
-    )
-    even[0], even[1] = positions & _MASK, third
-    odd[0], odd[1] = (positions >> 32) & _MASK, fourth
-    for key in keys:
-        torch.mul(even[0], 0xD2511F53, out=products[1])
-        torch.mul(even[1], 0xCD9E8D57, out=products[0])
-        torch.bitwise_right_shift(products, 32, out=even)
-        even.bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK)
-        torch.bitwise_and(products, _MASK, out=odd)
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
-
-
-def _key_schedule(seeds: Tensor) -> Tensor:
-    """Return the two key words of every round: `[rounds, 2, ...]`."""
-    key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
-    step = torch.tensor([0x9E3779B9, 0xBB67AE85], device=seeds.device)
-    steps = torch.arange(_ROUNDS, device=seeds.device)[:, None] * step
-    schedule: Tensor = key + steps.reshape([_ROUNDS, 2] + [1] * seeds.dim())
-    return schedule.bitwise_and(_MASK)
+    # Constants are tensors: a Python number doubles the price of a small call.
+    constants = torch.tensor(_CONSTANTS, device=third.device)
+    mask, half = constants[4], constants[5]
+    counter = (positions & mask, third, fourth)
+    _, low, third, fourth = torch.broadcast_tensors(seeds, *counter)  # type: ignore[no-untyped-call]
+    even, odd = torch.stack((low, third)), torch.stack((fourth, (positions >> half).expand_as(low)))
+    trailing = [1] * low.dim()
+    factors, step = constants[:4].reshape([2, 2, *trailing]).unbind()
+    key = torch.stack((seeds, seeds >> half)).reshape([2, *trailing[seeds.dim() :], *seeds.shape])
+    products, high = torch.empty_like(even), torch.empty_like(even)
+    for _ in range(_ROUNDS):
+        torch.mul(even, factors, out=products)
+        torch.bitwise_right_shift(products, half, out=high)
+        torch.bitwise_xor(high.bitwise_xor_(odd).flip(0), key, out=even).bitwise_and_(mask)
+        odd, products = products, odd
+        key += step
+    odd.bitwise_and_(mask)
+    return torch.stack((even[0], odd[1], even[1], odd[0]))
 
 
 def _uniform(seeds: Tensor, positions: Tensor, node: Tensor, fourth: Tensor) -> Tensor:
     """Return float64 coins in [0, 1)."""
     words = _philox(seeds, positions, node, fourth)
-    return ((words[0] >> 5).double() * 2.0**26 + (words[1] >> 6).double()) * 2.0**-53
+    bits = (words[0] >> 5 << 26) + (words[1] >> 6)
+    return bits.double().mul_(2.0**-53)
 
 
 def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
@@ -79,9 +77,8 @@ def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> tuple[Tensor, Te
         >>> accept_coins.shape, final_coins.shape
         (torch.Size([2, 3]), torch.Size([2]))
     """
-    node = torch.arange(nodes + 1, device=seeds.device)
-    stream = torch.full_like(node, ACCEPT << 24)
-    node[nodes], stream[nodes] = 0, FINAL << 24
+    streams = [ACCEPT << 24] * nodes + [FINAL << 24]
+    node, stream = torch.tensor([[*range(nodes), 0], streams], device=seeds.device)
     both = _uniform(seeds[:, None], root_positions[:, None], node, stream)
     return both[:, :nodes].contiguous(), both[:, nodes].contiguous()
 
