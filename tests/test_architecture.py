@@ -112,10 +112,11 @@ def public_functions(layer: Path) -> dict[str, tuple[str, ast.FunctionDef]]:
 
 
 def exported(tree: ast.Module) -> list[str]:
+    names: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
-    return []
+            names = list(ast.literal_eval(node.value))
+    return names
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
