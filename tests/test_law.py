@@ -347,6 +347,23 @@ def test_adjusted_logits_equal_the_oracles(
 
 
 @every_layer
+def test_a_penalised_infinity_stays_one(name: str) -> None:
+    """Also where the division overflows; the row has no law, but its values are defined."""
+    logits = torch.tensor([[math.inf, 3e38, -math.inf, 3e38, math.nan]])
+    expected = logits.clone()
+    arguments = {
+        "repetition_penalty": torch.tensor([0.5]),
+        "output_counts": torch.tensor([[1, 1, 1, 0, 1]], dtype=torch.int32),
+    }
+    layer(name).adjust_logits_(logits, one_request(1), **arguments)
+    reference.adjust_logits_(expected, one_request(1), **arguments)
+    assert expected[0, :4].tolist() == [math.inf, math.inf, -math.inf, float(logits[0, 3])]
+    assert torch.equal(
+        logits.nan_to_num(7.0, math.inf, -math.inf), expected.nan_to_num(7.0, math.inf, -math.inf)
+    )
+
+
+@every_layer
 def test_b186_b189_a_mask_alone_bans_ids_in_every_row(name: str) -> None:
     logits = torch.zeros(4, 40)
     words = torch.full((4, 2), -1, dtype=torch.int32)

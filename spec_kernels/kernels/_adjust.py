@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_kernels.kernels._device import NEG_INF, load_tile, tile_offsets
+from spec_kernels.kernels._device import INF, NEG_INF, load_tile, tile_offsets
 
 
 @triton.jit
@@ -34,7 +34,8 @@ def divide(x, divisor):
     """x / divisor with one Newton step: the exact division would call a subroutine."""
     inverse = 1.0 / divisor
     quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+    refined = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+    return tl.where(tl.abs(quotient) < INF, refined, quotient)  # inf - inf is NaN
 
 
 @triton.jit
