@@ -103,12 +103,18 @@ def _multiple_of(x: Any, values: Any) -> Any:
     return x
 
 
+def _index(x: Any) -> int:
+    """`int(x)` of a scalar, which the interpreter may hold in an array of one element."""
+    return int(x.handle.data.item())
+
+
 def _language_patches() -> _Patches:
     patches = _Patches()
     for lang in (tl, tl.core):
         stock._patch_builtin(lang, _builder, patches)
         stock._patch_builtin(lang.tensor, _builder, patches)
         stock._patch_lang_tensor(lang.tensor, patches)
+        patches.set_attr(lang.tensor, "__index__", _index)  # Triton 3.6's fails under numpy 2.4
         stock._patch_lang_core(lang, patches)
         patches.set_attr(lang, "reduce", _reductions.reduce)
         patches.set_attr(lang, "associative_scan", _reductions.associative_scan)
