@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spec_kernels.decoder import Decoder, Request
@@ -153,6 +153,7 @@ def test_incremental_text_is_the_text(text: str, width: int, source: random.Rand
 
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(["▁a", "b", "▁", "", "▁c"]), max_size=80))
+@example(["b"] * 20 + ["", "▁a"] * 20)
 def test_incremental_text_keeps_the_spaces_of_words(pieces: list[str]) -> None:
     """A detokenizer that drops the space in front of a text drops none behind empty tokens."""
 
