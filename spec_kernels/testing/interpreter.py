@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, Protocol
 
@@ -277,6 +278,18 @@ def resolve_grid(grid: Any, arguments: dict[str, Any]) -> Program:
     return x, y, z
 
 
+def _run_programs(
+    run: Callable[[], object], programs: Sequence[Program], observer: Observer | None
+) -> None:
+    """Run the body of a kernel once per program, in the order given."""
+    with np.errstate(all="ignore"):
+        for index in programs:
+            _builder.set_grid_idx(*index)
+            if observer is not None:
+                observer.program(index)
+            run()
+
+
 def _launch(function: JITFunction, args: Sequence[Any], grid: Any, kwargs: dict[str, Any]) -> None:
     for hook in function.pre_run_hooks:
         hook(*args, **kwargs)
@@ -304,12 +317,7 @@ def _launch(function: JITFunction, args: Sequence[Any], grid: Any, kwargs: dict[
             for name, value in arguments.items()
         }
         _builder.set_grid_dim(x, y, z)
-        with np.errstate(all="ignore"):
-            for index in programs:
-                _builder.set_grid_idx(*index)
-                if observer is not None:
-                    observer.program(index)
-                run(**plain)
+        _run_programs(partial(run, **plain), programs, observer)
     finally:
         _builder.hook = hook_before
         _patches.restore()
