@@ -361,7 +361,7 @@ FAULTS = [
     (law_third_party, "integrations/__init__.py", "", "import triton"),
     (law_third_party, "decoder.py", "", "from transformers import PreTrainedModel"),
     (law_sizes, "nn/verifier.py", "", "\n" * 450),
-    (law_sizes, "nn/verifier.py", "", "def f():\n" + "    x = 1\n" * 50),
+    (law_sizes, "nn/verifier.py", "", "def f():\n" + "    x = 1\n" * 51),
     (law_sizes, "nn/verifier.py", "", "def f():\n if 1:\n  for _ in x:\n   if 1:\n    if 1: pass"),
     (law_no_module_state, "ops/law.py", "", "cache = {}"),
     (law_no_module_state, "ops/law.py", "", "def f():\n    global count\n    count = 1"),
