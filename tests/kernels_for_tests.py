@@ -80,10 +80,10 @@ def left_argmax(out_ptr, x_ptr, N: tl.constexpr):
 def first_argmax(out_ptr, x_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)
     x = tl.load(x_ptr + offs)
-    _, index = tl.reduce((x, offs), 0, _first_of_best)
-    tl.store(out_ptr, index)
     tl.store(out_ptr + 1, tl.argmax(x, 0))
     tl.store(out_ptr + 2, tl.max(x, 0).to(tl.int32))
+    _, index = tl.reduce((x, offs), 0, _first_of_best)
+    tl.store(out_ptr, index)
 
 
 @triton.jit

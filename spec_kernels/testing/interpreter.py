@@ -117,6 +117,7 @@ def _language_patches() -> _Patches:
         stock._patch_lang_tensor(lang.tensor, patches)
         patches.set_attr(lang.tensor, "__index__", _index)  # Triton 3.6's fails under numpy 2.4
         stock._patch_lang_core(lang, patches)
+    for lang in (tl, tl.core):  # behind both: the stock patches of either touch the other
         patches.set_attr(lang, "reduce", _reductions.reduce)
         patches.set_attr(lang, "associative_scan", _reductions.associative_scan)
         patches.set_attr(lang, "multiple_of", _multiple_of)
