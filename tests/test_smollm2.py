@@ -112,7 +112,7 @@ def test_greedy_output_is_plain_greedy_output(
 def test_greedy_output_at_every_gamma(
     loaded: tuple[Any, Any], target: TransformersTarget, own: OwnForward, gamma: int, batch: int
 ) -> None:
-    check_greedy(loaded[1], target, own, gamma, batch, max_new_tokens=64)
+    check_greedy(loaded[1], target, own, gamma, batch, max_new_tokens=32)
 
 
 def test_plain_output_is_what_transformers_generates(
