@@ -61,6 +61,8 @@ ARROWS = {
 THIRD_PARTY = {
     "cost_model": set(),
     "kernels": {"torch", "triton"},
+    "nn": {"torch", "safetensors"},  # the files of MTP modules
+    "training": {"torch", "safetensors"},
     "testing": {"torch", "triton", "numpy"},
     "integrations": None,  # adapters: whatever their host needs
     "cli": None,
