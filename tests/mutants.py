@@ -21,7 +21,6 @@ from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, Law, SamplingParams
 from tests.joint import Accept, problems
 
 module: Any = importlib.import_module("spec_kernels.reference.accept")
-Step = module.Step
 
 
 class Mutant(NamedTuple):
@@ -68,17 +67,78 @@ def rewired(change: Callable[[Call], Call]) -> Accept:
     return accept
 
 
-def walking(walk: Callable[[Any, list[float]], list[int]]) -> Accept:
-    """Return a verifier of single requests from a function that names the emitted tokens."""
+class Step(NamedTuple):
+    """A draft of a chain: the node in front of it, entered with a = 1, and itself."""
+
+    state: Any
+    child: Any
+
+    @property
+    def token(self) -> int:
+        return int(self.child.token)
+
+    @property
+    def p(self) -> Tensor:
+        p: Tensor = self.state.family.p
+        return p
+
+    @property
+    def ratio(self) -> tuple[float, float]:
+        """p and q of the token."""
+        p, q = module.entry(self.state, self.child)
+        return float(p), float(q)
+
+    def weights(self, a: float) -> Tensor:
+        """Return the law that follows when the draft is rejected at acceptance `a`."""
+        state = module.State(0, a, self.state.family, False)
+        module.reject(state, self.child)
+        weights: Tensor = original_weights(state)
+        return weights
+
+    def mass(self, a: float) -> float:
+        """Return Z at acceptance `a`."""
+        state = module.State(0, a, self.state.family, False)
+        module.reject(state, self.child)
+        return float(state.mass)
+
+
+class Chain(NamedTuple):
+    """The drafts of a request that can be judged, and the law behind the last one."""
+
+    steps: list[Step]
+    last: Tensor
+
+    def state(self, n: int, a: float) -> Any:
+        """Return what is left after n accepted drafts."""
+        if n == len(self.steps):
+            return module.State(n, a, module.Family(self.last, None, None, [], False, False), False)
+        state = module.State(n, a, self.steps[n].state.family, False)
+        module.reject(state, self.steps[n].child)
+        return state
+
+
+def read_chain(tree: Any) -> Chain:
+    steps, node = [], 0
+    while True:
+        family = tree.family(node)
+        if not family.children:
+            return Chain(steps, family.p)
+        steps.append(Step(module.State(node, 1.0, family, False), family.children[0]))
+        node = family.children[0].node
+
+
+def walking(walk: Callable[[Chain, list[float]], list[int]]) -> Accept:
+    """Return a verifier of single chains from a function that names the emitted tokens."""
 
     def accept(*args: Any, **options: Any) -> Acceptance:
         call = Call(*args)
-        reader = module._Reader(*call[:4], options["target_to_draft"], 0)
-        limit = min(int(call.draft.num_nodes[0]) - 1, options["max_depth"])
-        emitted = walk(module.read_chain(reader, limit), call.accept_coins[0, 1:].tolist())
-        out: Acceptance = module._empty(1, options["max_depth"], call.draft.tokens.device)
-        n = len(emitted) - 1
-        module._record(out, 0, torch.tensor(emitted), n, emitted[-1], 0)
+        depth = options["max_depth"]
+        nodes = module.read_topology(call.draft, 0, depth)
+        tree = module.Tree(nodes, *call[:4], options["target_to_draft"], 0)
+        emitted = walk(read_chain(tree), call.accept_coins[0, 1:].tolist())
+        out: Acceptance = module._empty(1, depth, call.draft.tokens.device)
+        out.output_tokens[0, : len(emitted)] = torch.tensor(emitted)
+        out.accepted_lens[0] = len(emitted) - 1
         return out
 
     return accept
@@ -86,131 +146,150 @@ def walking(walk: Callable[[Any, list[float]], list[int]]) -> Accept:
 
 # The scan
 
+Scan = Callable[[Chain, list[float]], tuple[int, float]]
 
-def scan(accepts: Callable[[Any], tuple[float, float]]) -> Accept:
+
+def scanning(scan: Scan) -> Accept:
+    """Return a verifier of chains from a function that returns the accepted drafts and a."""
+
+    def accept_scan(tree: Any, coins: list[float], rule: str, replacement: bool) -> Any:
+        chain = read_chain(tree)
+        return chain.state(*scan(chain, coins[1:]))
+
+    return patched(accept_scan=accept_scan)
+
+
+def testing(accepts: Callable[[Step], tuple[float, float]]) -> Accept:
     """Return the token rule with another acceptance ratio."""
 
-    def scan_token(steps: list[Any], coins: list[float]) -> tuple[int, float]:
-        for n, step in enumerate(steps):
+    def scan(chain: Chain, coins: list[float]) -> tuple[int, float]:
+        for n, step in enumerate(chain.steps):
             if not random.decide(coins[n], *accepts(step)):
                 return n, 1.0
-        return len(steps), 1.0
+        return len(chain.steps), 1.0
 
-    return patched(scan_token=scan_token)
+    return scanning(scan)
 
 
-def accepts_at_equality(steps: list[Any], coins: list[float]) -> tuple[int, float]:
-    for n, step in enumerate(steps):
-        tie = coins[n] * step.q_token == step.p_token
-        if not tie and not random.decide(coins[n], step.p_token, step.q_token):
+def accepts_at_equality(chain: Chain, coins: list[float]) -> tuple[int, float]:
+    for n, step in enumerate(chain.steps):
+        p, q = step.ratio
+        if coins[n] * q != p and not random.decide(coins[n], p, q):
             return n, 1.0
-    return len(steps), 1.0
+    return len(chain.steps), 1.0
 
 
-def counts_all_hits(steps: list[Any], coins: list[float]) -> tuple[int, float]:
-    hits = [random.decide(c, s.p_token, s.q_token) for s, c in zip(steps, coins, strict=False)]
+def counts_all_hits(chain: Chain, coins: list[float]) -> tuple[int, float]:
+    hits = [random.decide(c, *s.ratio) for s, c in zip(chain.steps, coins, strict=False)]
     return sum(hits), 1.0
 
 
-def entries(steps: list[Any], *, cap: bool = True, each: bool = False) -> list[float]:
+def entries(chain: Chain, *, cap: bool = True, each: bool = False) -> list[float]:
     """Return the running acceptance a_0..a_gamma of the block rule, or a wrong form of it."""
     a = [1.0]
-    for step in steps:
-        ratio = step.p_token / step.q_token if step.q_token > 0.0 else 0.0
+    for step in chain.steps:
+        p, q = step.ratio
+        ratio = p / q if q > 0.0 else 0.0
         ratio = min(1.0, ratio) if each else ratio
         a.append(min(1.0, a[-1] * ratio) if cap else a[-1] * ratio)
     return a
 
 
-def keep(a: list[float], steps: list[Any], n: int) -> float:
+def keep(a: list[float], chain: Chain, n: int) -> float:
     """Return h_n."""
-    if n == len(steps):
+    if n == len(chain.steps):
         return a[n]
-    mass = module.residual_mass(a[n], steps[n])
+    mass = chain.steps[n].mass(a[n])
     return mass / (mass + (1.0 - a[n])) if mass + (1.0 - a[n]) != 0.0 else 1.0
 
 
-def block(
-    h: Callable[[list[float], list[Any], int], float] = keep, **form: bool
-) -> Callable[[list[Any], list[float]], tuple[int, float]]:
-    """Return the block rule's scan with another h, or another a."""
+def block(h: Callable[[list[float], Chain, int], float] = keep, **form: bool) -> Accept:
+    """Return the block rule with another h, or another a."""
 
-    def scan_block(steps: list[Any], coins: list[float]) -> tuple[int, float]:
-        a = entries(steps, **form)
-        for n in range(len(steps), 0, -1):
-            if random.decide(coins[n - 1], h(a, steps, n)):
+    def scan(chain: Chain, coins: list[float]) -> tuple[int, float]:
+        a = entries(chain, **form)
+        for n in range(len(chain.steps), 0, -1):
+            if random.decide(coins[n - 1], h(a, chain, n)):
                 return n, a[n]
         return 0, 1.0
 
-    return scan_block
+    return scanning(scan)
 
 
-def one_uniform(steps: list[Any], coins: list[float]) -> tuple[int, float]:
+def one_uniform(chain: Chain, coins: list[float]) -> tuple[int, float]:
     """One coin for all nodes: given that it is not below `seen`, it is uniform above."""
-    a, seen = entries(steps), 0.0
-    for n in range(len(steps), 0, -1):
-        h = keep(a, steps, n)
+    a, seen = entries(chain), 0.0
+    for n in range(len(chain.steps), 0, -1):
+        h = keep(a, chain, n)
         if h > seen and random.decide(coins[0], h - seen, 1.0 - seen):
             return n, a[n]
         seen = max(seen, h)
     return 0, 1.0
 
 
-def stops_at_first_failure(steps: list[Any], coins: list[float]) -> tuple[int, float]:
-    a, n = entries(steps), 0
-    while n < len(steps) and random.decide(coins[n], keep(a, steps, n + 1)):
+def stops_at_first_failure(chain: Chain, coins: list[float]) -> tuple[int, float]:
+    a, n = entries(chain), 0
+    while n < len(chain.steps) and random.decide(coins[n], keep(a, chain, n + 1)):
         n += 1
     return n, a[n]
 
 
-def token_test_with_rescue(steps: list[Any], coins: list[float]) -> tuple[int, float]:
-    for n in range(len(steps), 0, -1):
-        if random.decide(coins[n - 1], steps[n - 1].p_token, steps[n - 1].q_token):
+def token_test_with_rescue(chain: Chain, coins: list[float]) -> tuple[int, float]:
+    for n in range(len(chain.steps), 0, -1):
+        if random.decide(coins[n - 1], *chain.steps[n - 1].ratio):
             return n, 1.0
     return 0, 1.0
 
 
-def mass_of_own_row(a: list[float], steps: list[Any], n: int) -> float:
-    mass = module.residual_mass(a[n], steps[n - 1])
+def mass_of_own_row(a: list[float], chain: Chain, n: int) -> float:
+    mass = chain.steps[n - 1].mass(a[n])
     whole = mass + (1.0 - a[n])
-    return a[n] if n == len(steps) or whole == 0.0 else mass / whole
+    return a[n] if n == len(chain.steps) or whole == 0.0 else mass / whole
 
 
-def last_by_token_ratio(a: list[float], steps: list[Any], n: int) -> float:
-    if n < len(steps):
-        return keep(a, steps, n)
-    return min(1.0, steps[-1].p_token / steps[-1].q_token)
+def last_by_token_ratio(a: list[float], chain: Chain, n: int) -> float:
+    if n < len(chain.steps):
+        return keep(a, chain, n)
+    p, q = chain.steps[-1].ratio
+    return min(1.0, p / q)
 
 
 # The token behind the accepted ones
 
-
-def only_the_id(a: float, step: Any) -> Tensor:
-    weights: Tensor = step.p.clone()
-    if step.token < weights.numel():
-        weights[step.token] = 0.0
-    return weights if float(weights.sum()) > 0.0 else step.p
+original_weights = module.final_weights
 
 
-def unscaled_residual(a: float, step: Any) -> Tensor:
-    return original_weights(1.0, step)
+def at_rejection(weights: Callable[[Any], Tensor]) -> Accept:
+    """Return the reference with another law for the recovered token; the bonus is left alone."""
+
+    def final_weights(state: Any) -> Tensor:
+        return weights(state) if state.was_tried else original_weights(state)
+
+    return patched(final_weights=final_weights)
 
 
-original_weights = module.recovered_weights
+def only_the_id(state: Any) -> Tensor:
+    weights: Tensor = state.family.p.clone()
+    weights[[c.token for c in state.family.children if c.token < weights.numel()]] = 0.0
+    return weights if float(weights.sum()) > 0.0 else state.family.p
 
 
-def filters_independently(chain: Any, coins: list[float]) -> list[int]:
+def unscaled_residual(state: Any) -> Tensor:
+    return Step(state, state.family.children[0]).weights(1.0)
+
+
+def filters_independently(chain: Chain, coins: list[float]) -> list[int]:
     kept, first = [], None
     for step, coin in zip(chain.steps, coins, strict=False):
-        if random.decide(coin, step.p_token, step.q_token):
+        if random.decide(coin, *step.ratio):
             kept.append(step.token)
         else:
             first = first or step
-    weights = chain.last if first is None else original_weights(1.0, first)
+    weights = chain.last if first is None else first.weights(1.0)
     return [*kept, random.choose(0.5, weights)]
 
 
-def draws_twice(chain: Any, coins: list[float]) -> list[int]:
+def draws_twice(chain: Chain, coins: list[float]) -> list[int]:
     """Accept on equality with a fresh target draw, but emit another draw after a mismatch."""
     kept: list[int] = []
     for step in chain.steps:
@@ -220,11 +299,14 @@ def draws_twice(chain: Any, coins: list[float]) -> list[int]:
     return [*kept, random.choose(0.5, chain.last)]
 
 
-def forgets_the_token(chain: Any, coins: list[float]) -> list[int]:
+def forgets_the_token(chain: Chain, coins: list[float]) -> list[int]:
     """Leave the recovered token to the next step."""
-    n, _ = module.scan_token(chain.steps, coins)
-    kept = [step.token for step in chain.steps[:n]]
-    return [*kept, random.choose(0.5, chain.last) if n == len(chain.steps) else PAD_TOKEN]
+    kept: list[int] = []
+    for step, coin in zip(chain.steps, coins, strict=False):
+        if not random.decide(coin, *step.ratio):
+            return [*kept, PAD_TOKEN]
+        kept.append(step.token)
+    return [*kept, random.choose(0.5, chain.last)]
 
 
 # Rows and laws
@@ -322,33 +404,31 @@ def ignores_the_map(*args: Any, **options: Any) -> Acceptance:
 
 
 MUTANTS = (
-    Mutant("token-residual", "block", patched(recovered_weights=unscaled_residual), "section 3"),
-    Mutant("h-is-a", "block", patched(scan_block=block(lambda a, s, n: a[n])), "section 3"),
-    Mutant("one-uniform", "block", patched(scan_block=one_uniform), "section 3, B052"),
-    Mutant("stop-at-failure", "block", patched(scan_block=stops_at_first_failure), "B009"),
-    Mutant("token-test-rescue", "block", patched(scan_block=token_test_with_rescue), "B008"),
-    Mutant("uncapped-a", "block", patched(scan_block=block(cap=False)), "section 3"),
-    Mutant("product-of-capped", "block", patched(scan_block=block(each=True)), "section 3"),
-    Mutant("mass-of-own-row", "block", patched(scan_block=block(mass_of_own_row)), "section 3"),
-    Mutant("last-token-ratio", "block", patched(scan_block=block(last_by_token_ratio)), "B008"),
-    Mutant(
-        "accept-at-equality", "token", patched(scan_token=accepts_at_equality), "section 2", "coins"
-    ),
-    Mutant("hard-test", "token", scan(lambda s: (float(s.p_token >= s.q_token), 1.0)), "B004"),
-    Mutant("ratio-to-max-p", "token", scan(lambda s: (s.p_token, float(s.p.max()))), "B005"),
-    Mutant("accept-by-p-alone", "token", scan(lambda s: (s.p_token, 1.0)), "B031"),
-    Mutant("threshold", "token", scan(lambda s: (float(s.p_token > 0.2), 1.0)), "F04"),
-    Mutant("accepts-everything", "token", scan(lambda s: (1.0, 1.0)), "B054"),
-    Mutant("counts-all-hits", "token", patched(scan_token=counts_all_hits), "B001"),
+    Mutant("token-residual", "block", at_rejection(unscaled_residual), "section 3"),
+    Mutant("h-is-a", "block", block(lambda a, chain, n: a[n]), "section 3"),
+    Mutant("one-uniform", "block", scanning(one_uniform), "section 3, B052"),
+    Mutant("stop-at-failure", "block", scanning(stops_at_first_failure), "B009"),
+    Mutant("token-test-rescue", "block", scanning(token_test_with_rescue), "B008"),
+    Mutant("uncapped-a", "block", block(cap=False), "section 3"),
+    Mutant("product-of-capped", "block", block(each=True), "section 3"),
+    Mutant("mass-of-own-row", "block", block(mass_of_own_row), "section 3"),
+    Mutant("last-token-ratio", "block", block(last_by_token_ratio), "B008"),
+    Mutant("accept-at-equality", "token", scanning(accepts_at_equality), "section 2", "coins"),
+    Mutant("hard-test", "token", testing(lambda s: (float(s.ratio[0] >= s.ratio[1]), 1.0)), "B004"),
+    Mutant("ratio-to-max-p", "token", testing(lambda s: (s.ratio[0], float(s.p.max()))), "B005"),
+    Mutant("accept-by-p-alone", "token", testing(lambda s: (s.ratio[0], 1.0)), "B031"),
+    Mutant("threshold", "token", testing(lambda s: (float(s.ratio[0] > 0.2), 1.0)), "F04"),
+    Mutant("accepts-everything", "token", testing(lambda s: (1.0, 1.0)), "B054"),
+    Mutant("counts-all-hits", "token", scanning(counts_all_hits), "B001"),
     Mutant("independent-filter", "token", walking(filters_independently), "section 10"),
     Mutant("draws-twice", "token", walking(draws_twice), "B006, B007"),
     Mutant("forgets-recovered", "token", walking(forgets_the_token), "B003, B012"),
-    Mutant("full-p", "token", patched(recovered_weights=lambda a, s: s.p), "section 10"),
-    Mutant("mask-only-the-id", "token", patched(recovered_weights=only_the_id), "B014"),
+    Mutant("full-p", "token", at_rejection(lambda state: state.family.p), "section 10"),
+    Mutant("mask-only-the-id", "token", at_rejection(only_the_id), "B014"),
     Mutant(
         "softmax-of-residual",
         "token",
-        patched(recovered_weights=lambda a, s: module.residual(a, s).softmax(0)),
+        at_rejection(lambda state: module.residual(state).softmax(0)),
         "B013",
     ),
     Mutant("bonus-row", "token", rewired(bonus_from_last_draft_row), "section 10"),

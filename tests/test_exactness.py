@@ -158,8 +158,13 @@ def test_accepted_and_recovered_mass_make_up_the_target(pair: tuple[Tensor, Tens
     is the mass of the residual."""
     p, q = pair
     beta = float(reference.overlap(p[None], None, q[None], None)[0])
-    step = module.Step(0, p, q, float(p[0]), float(q[0]))
-    weights, mass = module.residual(1.0, step), module.residual_mass(1.0, step)
+    token = int((q - p).argmax())  # one that may be rejected
+    child = module.Child(1, token, token, False)
+    state = module.State(0, 1.0, module.Family(p, q, q, [child], False, False), False)
+    beta_token = min(float(p[token]), float(q[token]))
+    assert float(q[token]) * module.entry_probability(state, child) == pytest.approx(beta_token)
+    module.reject(state, child)
+    weights, mass = module.residual(state), module.residual_mass(state)
     assert mass == pytest.approx(1.0 - beta, abs=1e-14)
     assert mass == pytest.approx(float((q - p).clamp(min=0).sum()), abs=1e-14)
     recovered = weights / mass if mass > 0.0 else torch.zeros_like(p)

@@ -257,8 +257,8 @@ def test_sample_refuses_and_pads() -> None:
         reference.sample(rows, None)
     with pytest.raises(ValueError, match="exactly one"):
         reference.sample(rows, None, coins=coins, noise=(seeds, seeds))
-    with pytest.raises(NotImplementedError, match="trees"):
-        reference.sample(rows, None, coins=coins, k=2)
+    with pytest.raises(ValueError, match="replacement"):
+        reference.sample(rows, None, noise=(seeds, seeds), k=2, replacement=True)
 
 
 def test_coupled_noise_is_the_argmax_of_log_p_plus_gumbel() -> None:

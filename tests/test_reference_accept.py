@@ -215,7 +215,7 @@ def test_mixed_batch_equals_each_request_alone_and_parameters_equal_laws(rule: s
         assert all(torch.equal(x, y[one]) for x, y in zip(single, out, strict=True))
 
 
-def test_accept_refuses_trees_and_unknown_rules_and_takes_empty_batches() -> None:
+def test_accept_refuses_unknown_rules_and_takes_empty_batches() -> None:
     draft = Draft(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
     rows, coins = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2, dtype=torch.float64)
     arguments = torch.zeros(0, 5), None, rows, coins, coins[:, 0]
@@ -223,11 +223,6 @@ def test_accept_refuses_trees_and_unknown_rules_and_takes_empty_batches() -> Non
     assert [list(field.shape) for field in out] == [[0, 2], [0], [0, 2], [0]]
     with pytest.raises(ValueError, match="rule"):
         reference.accept(draft, *arguments, rule="typical", max_depth=1)
-    tree = draft._replace(parents=rows)
-    with pytest.raises(NotImplementedError, match="trees"):
-        reference.accept(tree, *arguments, max_depth=1)
-    with pytest.raises(NotImplementedError, match="trees"):
-        reference.match(tree, rows, max_depth=1)
 
 
 def test_match_with_numbers() -> None:
