@@ -379,33 +379,33 @@ def bench(
         bool, typer.Option("--static", help="Compile the kernels and count; needs no GPU.")
     ] = False,
     target: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90, ...; repeatable.")] = None,
+    operation: Annotated[
+        list[str] | None, typer.Option(help="accept, row_law, ...; repeatable (default: all).")
+    ] = None,
     configuration: Annotated[
-        list[str] | None, typer.Option(help="Hot configuration; repeatable (default: bf16).")
+        list[str] | None,
+        typer.Option(help="bf16, bf16-odd, ...; repeatable (default: each operation's first)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
 ) -> None:
-    """Say what the kernels of a verification step use and move, and what a model says binds them.
+    """Say what the kernels use and move, and what a model says binds them.
 
-    Launches are of the whole step; bytes and floor are those of one request. Times are not
-    measured: for those see `make bench` and `make gpu`.
+    Launches are those of the whole call; bytes and floor are those of a small one: one request.
+    Times are not measured: for those see `make bench` and `make gpu`.
     """
     with _friendly_errors():
         if not static:
             raise ValueError("bench needs --static; measured benchmarks run by: make bench")
-        from spec_kernels.testing import TARGETS, static_report
+        from spec_kernels.testing import static_report
 
-        targets, names = target or ["sm_90"], configuration or ["bf16"]
-        unknown = sorted({*targets} - {*TARGETS} | {*names} - {*static_report.CONFIGURATIONS})
-        if unknown:
-            known = ", ".join([*TARGETS, *static_report.CONFIGURATIONS])
-            raise ValueError(f"unknown: {', '.join(unknown)}; known are {known}")
+        calls = static_report.select(operation, configuration)
         with _progress() as progress:
             found = []
-            for one in targets:
+            for one in target or ["sm_90"]:
                 progress(f"compiling for {one}")
-                found += static_report.rows(one, names)
+                found += static_report.rows(one, calls)
             progress("counting bytes")
-            found = static_report.with_traffic(found)
+            found = static_report.with_traffic(found, calls)
         report = static_report.to_json(found) if as_json else static_report.to_table(found)
         _OUT.file.write(report + "\n")
 

@@ -20,24 +20,45 @@ import torch
 from torch import Tensor
 
 LAYERS = ["eager", "triton-interpreter", pytest.param("triton", marks=pytest.mark.gpu)]
-"""Every implementation; the last one runs compiled on a device."""
+"""Every implementation that runs every case; the last one runs compiled on a device."""
+
+SMALL_LAYERS = [*LAYERS, "triton-ptx", "triton-reverse", "triton-shuffle"]
+"""Also the emulated PTX, and the watched interpreter with its programs in other orders: for a few
+small cases (vocabulary up to 300, a few launches), since the emulator takes seconds a launch."""
 
 FAST_LAYERS = [LAYERS[0], LAYERS[2]]
 """Those that can draw ten thousand tokens in a second."""
 
-MODULES = {"eager": "eager", "triton-interpreter": "kernels", "triton": "kernels"}
+
+def _testing(
+    name: str, *args: Any, **kwargs: Any
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a maker of a context of `spec_kernels.testing`, imported when it is needed."""
+    return lambda: getattr(importlib.import_module("spec_kernels.testing"), name)(*args, **kwargs)
+
+
+ROWS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]] = {
+    "eager": ("eager", contextlib.nullcontext),
+    "triton": ("kernels", contextlib.nullcontext),
+    "triton-interpreter": ("kernels", _testing("interpreted")),
+    "triton-reverse": ("kernels", _testing("watch", "reverse")),
+    "triton-shuffle": ("kernels", _testing("watch", "shuffle", seed=3)),
+    "triton-ptx": ("kernels", _testing("emulated", schedule="warps", order="shuffle", seed=2)),
+}
+"""By name: the module with the functions, and the context in which they are called."""
 
 
 class Layer:
     """One layer's public functions, under watch.
 
     Args:
-        name: an entry of `LAYERS`.
+        name: a key of `ROWS`.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.module = importlib.import_module(f"spec_kernels.{MODULES[name]}")
+        module, self.context = ROWS[name]
+        self.module = importlib.import_module(f"spec_kernels.{module}")
 
     def __getattr__(self, function: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +74,7 @@ class Layer:
         if self.name == "triton":
             result = _on_device(function, args, kwargs, written)
         else:
-            with poisoned(), _context(self.name):
+            with poisoned(), self.context():
                 result = function(*args, **kwargs)
         assert [fingerprint(t) for t in inputs] == before, f"{name} wrote to an input"
         return result
@@ -66,14 +87,8 @@ def fewer(name: str, count: int, most: int = 4) -> int:
 
 
 def layer(name: str) -> Layer:
-    """Return a layer by its name in `LAYERS`."""
+    """Return a layer by its name in `ROWS`."""
     return Layer(name)
-
-
-def _context(name: str) -> contextlib.AbstractContextManager[None]:
-    if name != "triton-interpreter":
-        return contextlib.nullcontext()
-    return importlib.import_module("spec_kernels.testing").interpreted()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -253,7 +253,7 @@ def test_missing_command_line_packages_are_named() -> None:
     ("arguments", "message"),
     [
         ([], "bench needs --static"),
-        (["--static", "--target", "sm_1"], "unknown: sm_1; known are"),
+        (["--static", "--target", "sm_1"], "target must be one of sm_80, "),
         (["--static", "--configuration", "int4"], "unknown: int4; known are"),
     ],
 )
@@ -265,9 +265,11 @@ def test_bench_refuses(arguments: list[str], message: str) -> None:
 
 @pytest.mark.slow
 def test_bench_reports_every_kernel_of_the_step() -> None:
-    result = run("bench", "--static", "--json", "--configuration", "bf16-fixed")
+    which = ["--operation", "accept", "--configuration", "bf16-fixed"]
+    result = run("bench", "--static", "--json", *which)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert [row["kernel"] for row in rows][::2] == ["tile_stats_kernel", "decide_kernel"]
     assert all(row["launches"] == len(rows) == 3 and row["spill_bytes"] == 0 for row in rows)
-    assert sum(row["bytes"] for row in rows) <= 1.05 * sum(row["floor_bytes"] for row in rows)
+    floor = sum(row["floor_bytes"] or 0 for row in rows)
+    assert floor <= sum(row["bytes"] for row in rows) <= 1.05 * floor

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import mmap
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from spec_kernels import kernels, reference
-from spec_kernels.testing import (
-    TARGETS,
-    IntegerOverflowError,
-    dry_run,
-    emulated,
-    interpreted,
-    watch,
-)
-from spec_kernels.testing import static_report as static
+from spec_kernels.testing import IntegerOverflowError, emulated, interpreted, watch
 from spec_kernels.types import Draft, SamplingParams
 from tests.cases import Case, lay_out, make_step
 from tests.steps import Step
-
-BUDGETS = tomllib.loads((Path(__file__).parent / "budgets.toml").read_text())["row"]
 
 # why these: the dtypes of logits, aligned and odd rows, every source of laws, ragged and absent
 # requests (`make_step`), fixed and sampled drafts, and a vocabulary of more than one tile
@@ -132,92 +120,7 @@ def test_emulated_coins_are_those_of_the_reference() -> None:
         assert torch.equal(one, other)
 
 
-DRY = {  # pairwise: target x configuration; the rest is slow
-    ("sm_80", "f32-odd"),
-    ("gfx942", "bf16-fixed"),
-    ("gfx950", "bf16-token"),
-}
-
-
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        pytest.param(t, n, marks=[] if (t, n) in DRY else pytest.mark.slow)
-        for t in TARGETS
-        for n in static.CONFIGURATIONS
-    ],
-)
-def test_the_step_compiles_in_three_launches_or_four(target: str, name: str) -> None:
-    configuration = static.CONFIGURATIONS[name]
-    step = static.make_step(configuration)
-    with dry_run(target) as launches:
-        step()
-    assert len(launches) == (4 if configuration.filters else 3)
-    for launch in launches:
-        assert launch.compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
-
-
-# --------------------------------------------------------------------------- budgets
-
-FAST_BUDGETS = {("sm_90", "bf16")}
-
-
-def budget_rows() -> list[Any]:
-    groups = dict.fromkeys((row["target"], row["configuration"]) for row in BUDGETS)
-    return [
-        pytest.param(*group, marks=[] if group in FAST_BUDGETS else pytest.mark.slow)
-        for group in groups
-    ]
-
-
-@pytest.mark.parametrize(("target", "name"), budget_rows())
-def test_kernels_stay_in_their_budgets(target: str, name: str) -> None:
-    limits = {
-        row["kernel"]: row
-        for row in BUDGETS
-        if (row["target"], row["configuration"]) == (target, name)
-    }
-    rows = static.rows(target, [name])
-    assert {row.kernel for row in rows} == set(limits)
-    over = [text for row in rows for text in static.over_budget(row, limits[row.kernel])]
-    assert not over, "\n".join(over)
-
-
-def test_leaving_a_budget_is_named() -> None:
-    row = static.Row("k", "sm_90", "bf16", 3, 96, 8, 64, 16, 21.5, "", {})
-    limit = {"registers": 88, "spill_bytes": 0, "shared_bytes": 64, "load_bits": 128}
-    limit |= {"launches": 3, "instructions_per_element": 16.0, "mma": ""}
-    assert static.over_budget(row, limit) == [
-        "k sm_90 bf16: registers 96, budget 88",
-        "k sm_90 bf16: spill_bytes 8, budget 0",
-        "k sm_90 bf16: load_bits 16, budget 128",
-        "k sm_90 bf16: instructions_per_element 21.5, budget 16.0",
-    ]
-
-
-# --------------------------------------------------------------------------- traffic
-
-
-@pytest.mark.parametrize(
-    ("name", "gamma"),
-    [
-        ("bf16-token", 1),
-        ("bf16-fixed", 4),
-        pytest.param("bf16", 4, marks=pytest.mark.slow),
-        pytest.param("bf16-token", 4, marks=pytest.mark.slow),
-        pytest.param("f32", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_bytes_stay_within_five_percent_of_the_floor(name: str, gamma: int) -> None:
-    configuration = static.CONFIGURATIONS[name]._replace(batch=1, gamma=gamma)
-    step = static.make_step(configuration, "cpu")
-    with watch(races=False) as seen:
-        step()
-    assert len(seen.launches) == 3
-    moved = sum(launch.load_bytes + launch.store_bytes for launch in seen.launches)
-    assert moved <= 1.05 * static.floor_bytes(configuration)
-    row = configuration.vocab * configuration.dtype.itemsize
-    assert all(launch.store_bytes < row / 10 for launch in seen.launches)
+# --------------------------------------------------------------------------- bytes
 
 
 @pytest.mark.slow

@@ -90,8 +90,12 @@ def adjust_kernel(
     WIDTH: tl.constexpr,
     BIAS_BLOCK: tl.constexpr,
 ):
-    """Adjust one tile of one row. Floor: its bytes read and written; 8 instructions an id for a
-    mask alone, about 40 with everything. A row whose request does not exist is left alone."""
+    """Adjust one tile of one row; 10 instructions an id for a mask alone, about 50 with everything.
+    A row whose request does not exist is left alone.
+
+    Floor: `rows * vocab * (2 * itemsize + 4 * counts) + rows * (vocab // 8) * masks` bytes: the row
+    read and written, its counts, and one or two masks of bits.
+    """
     row = tl.program_id(0).to(tl.int64)
     TILE: tl.constexpr = CHUNKS * LANES * WIDTH
     first = tl.program_id(1) * TILE

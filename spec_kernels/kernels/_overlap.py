@@ -51,7 +51,8 @@ def overlap_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Overlap within one tile. Floor: the bytes of both tiles once; 20 instructions per pair."""
+    """Overlap within one tile. Floor: `2 * rows * vocab * itemsize` bytes: both rows once; 20
+    instructions per pair."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     IS_P: tl.constexpr = target_law is not None

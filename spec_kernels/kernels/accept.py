@@ -216,7 +216,11 @@ def residual_mass_kernel(
     SHAPE: tl.constexpr,
 ):
     """Masses of some tiles at one node of a request, up to the end of its chain; under the token
-    rule at the node of its first rejection, in slot `request`. Floor: both tiles once."""
+    rule at the node of its first rejection, in slot `request`.
+
+    Floor: `2 * pairs * vocab * itemsize` bytes: both rows of a pair once. A pair is a sampled draft
+    under the block rule, a sampled draft that is rejected under the token rule.
+    """
     request = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
     sizes = Sizes(
@@ -403,8 +407,10 @@ def match_kernel(
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Drafts of one request that equal the target's tokens, then the target's token. Floor: both
-    rows of ids."""
+    """Drafts of one request that equal the target's tokens, then the target's token.
+
+    Floor: `batch * nodes * 28` bytes: both rows of ids read, tokens and path written.
+    """
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     limit = last_node(num_nodes_ptr + request, nodes, max_depth)

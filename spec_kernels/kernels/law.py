@@ -73,8 +73,11 @@ def tile_stats_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Statistics of one tile. Floor: the tile's bytes once; 8 (bf16) or 7 (f32) instructions an
-    id, 128-bit loads on aligned rows. A slot that does not exist writes nothing."""
+    """Statistics of one tile; 8 (bf16) or 7 (f32) instructions an id, 128-bit loads on aligned
+    rows. A slot that does not exist writes nothing.
+
+    Floor: `slots * vocab * itemsize` bytes: each row once.
+    """
     slot = tl.program_id(0)
     tile = tl.program_id(1)
     TILE: tl.constexpr = CHUNKS * LANES * WIDTH

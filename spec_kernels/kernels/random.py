@@ -60,6 +60,7 @@ def coins_kernel(
     total,  # batch * (nodes + 1): the coins of the nodes, then the final one
     BLOCK: tl.constexpr,
 ):
+    """Coins of a step. Floor: `8 * coins` bytes: one store each."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < total
     request = offs // (nodes + 1)
@@ -85,6 +86,7 @@ def draft_coins_kernel(
     total,  # batch * nodes * lanes
     BLOCK: tl.constexpr,
 ):
+    """Coins of drafts. Floor: `8 * coins` bytes: one store each."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < total
     lane = (offs % lanes).to(tl.int32)

@@ -130,6 +130,7 @@ def dry_run(target: str) -> Iterator[list[CompiledLaunch]]:
 
     JITFunction.run = run
     try:
-        yield launches
+        with compiling_for(target):  # launch code may ask for the target too
+            yield launches
     finally:
         JITFunction.run = before

@@ -38,7 +38,10 @@ class Observer(AccessHook, Protocol):
     """Sees a launch: chooses the order of programs, and is told of every access."""
 
     def begin(
-        self, kernel: str, tensors: list[tuple[str, torch.Tensor]], grid: Program
+        self,
+        kernel: Callable[..., Any],
+        tensors: list[tuple[str, torch.Tensor]],
+        grid: Program,
     ) -> Sequence[Program]:
         """Start of a launch; return its programs in the order to run them."""
 
@@ -307,7 +310,7 @@ def _launch(function: JITFunction, args: Sequence[Any], grid: Any, kwargs: dict[
     programs: Sequence[Program] = [(i, j, k) for i in range(x) for j in range(y) for k in range(z)]
     observer = _observer
     if observer is not None:
-        programs = observer.begin(function.fn.__name__, named, (x, y, z))
+        programs = observer.begin(function.fn, named, (x, y, z))
     _patches.apply()
     hook_before, _builder.hook = _builder.hook, observer
     try:

@@ -157,7 +157,12 @@ class Resources:
         return self.warps * (64 if self.target.startswith("gfx") else 32)
 
     def path(
-        self, through: Sequence[str] = (), avoid: Sequence[str] = (), *, repeats: int = 1
+        self,
+        through: Sequence[str] = (),
+        avoid: Sequence[str] = (),
+        *,
+        repeats: int = 1,
+        within: Sequence[str] = (),
     ) -> Mix:
         """Count along one path from entry to end.
 
@@ -166,6 +171,7 @@ class Resources:
                 far as possible; then loaded bytes, then few instructions decide. Structured code
                 (AMD) often needs `avoid`: both branches lie one behind the other there.
             repeats: how often the innermost loops on the path that load memory run.
+            within: source lines; only instructions that stand for one of them count.
         """
         wanted, unwanted = set(through), set(avoid)
 
@@ -178,7 +184,10 @@ class Resources:
         path = best_path(self.code, weigh)
         inside = set().union(*(loop for loop, mix in self._inner() if mix.load_bytes))
         loop = [code[i] for i in path if i in inside]
-        return Mix.of([*(code[i] for i in path), *(repeats - 1) * loop])
+        counted = [*(code[i] for i in path), *(repeats - 1) * loop]
+        if within:
+            counted = [x for x in counted if set(within) & set(x.lines)]
+        return Mix.of(counted)
 
     def _inner(self) -> list[tuple[set[int], Mix]]:
         """The innermost loops: places of their instructions, and what is in them."""

@@ -1,165 +1,49 @@
 """What this library's kernels use and move, known without a GPU.
 
-`rows` compiles real launches at real sizes and reads their machine code; `with_traffic` interprets
-one request and counts its bytes. `tests/budgets.toml` holds the limits.
+`rows` compiles the hot calls at real sizes and reads their machine code; `with_traffic` interprets
+them and counts their bytes. `tests/budgets/` holds the limits.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
-import torch
-from torch import Tensor
-
-from spec_kernels.kernels import accept, row_law
-from spec_kernels.kernels.accept import residual_mass_kernel
-from spec_kernels.types import Draft, Law, SamplingParams
-
 from .dry_run import CompiledLaunch, dry_run
-from .interpreter import interpreted
+from .hot import COLUMNS, HotCall, HotPath
+from .hot._call import floor_of
 from .resources import Mix, Resources, measure
 from .targets import CHIPS
 from .timing import bound
 from .watcher import watch
 
 
-class Configuration(NamedTuple):
-    """One way to call the chain step.
-
-    Attributes:
-        name: in tables and in the budgets.
-        vocab, stride: ids per row, and elements from row to row.
-        dtype: of both rows of logits.
-        rule: "block" or "token".
-        drafts: "dense" (laws given) or "fixed".
-        filters: with top-k, top-p and min-p.
-        batch, gamma: requests, drafts each.
-    """
-
-    name: str
-    vocab: int = 128256
-    stride: int = 128256
-    dtype: torch.dtype = torch.bfloat16
-    rule: str = "block"
-    drafts: str = "dense"
-    filters: bool = False
-    batch: int = 32
-    gamma: int = 4
-
-
-CONFIGURATIONS: Final = {
-    c.name: c
-    for c in (
-        Configuration("bf16"),
-        Configuration("f32", dtype=torch.float32),
-        Configuration("bf16-token", rule="token"),
-        Configuration("bf16-fixed", drafts="fixed", rule="token"),
-        Configuration("bf16-filters", filters=True),
-        Configuration("f32-filters", dtype=torch.float32, filters=True),
-        Configuration("bf16-padded", vocab=50257, stride=50304),
-        Configuration("bf16-odd", vocab=50257, stride=50257),
-        Configuration("f32-odd", vocab=32001, stride=32001, dtype=torch.float32),
-        Configuration("bf16-152k", vocab=151936, stride=151936),
-    )
-}
-"""The hot configurations: vocabulary sizes divisible by 16 and not, row starts aligned and not."""
-
-
-def _rows(rows: int, c: Configuration, device: str, sharpness: float) -> Tensor:
-    memory = torch.empty(rows, c.stride, dtype=c.dtype, device=device)
-    if device != "meta":
-        memory.copy_(torch.randn(memory.shape) * sharpness)
-    return memory[:, : c.vocab]
-
-
-def make_step(
-    c: Configuration, device: str = "meta", sharpness: float = 2.0
-) -> Callable[[], object]:
-    """Prepare a call of `kernels.accept` from sampling parameters, as the decoder makes it.
-
-    Args:
-        c: what to call it with.
-        device: "meta" inside `dry_run`; "cpu" inside `watch`, with random rows, and drafts that
-            the target rejects at once, so that every residual is needed.
-        sharpness: standard deviation of random logits.
-
-    Returns:
-        A function that launches the step.
-    """
-    nodes, batch = c.gamma + 1, c.batch
-
-    def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
-
-    target = _rows(batch * nodes, c, device, sharpness)
-    own = _rows(batch * nodes, c, device, sharpness)
-    place = torch.arange(batch * nodes, dtype=torch.int32, device=device).view(batch, nodes)
-    ids = place.long() * 37 % c.vocab
-    filters: tuple[Tensor | None, ...] = (None, None, None)
-    if c.filters:
-        filters = (
-            full((batch,), 50, torch.int32),
-            full((batch,), 0.95, torch.float32),
-            full((batch,), 0.01, torch.float32),
-        )
-    params = SamplingParams(full((batch,), 0.8, torch.float32), *filters)
-    law = None
-    if c.drafts == "dense":
-        if device == "meta":
-            floats = [full((batch * nodes,), 0, torch.float32) for _ in range(4)]
-            ints = [full((batch * nodes,), 0, d) for d in (torch.int64, torch.int32)]
-            law = Law(*floats, *ints)
-        else:
-            own.scatter_(1, ids.roll(-1, 1).view(-1, 1), 20.0)  # drafts that the target rejects
-            with interpreted():
-                law = row_law(own, params, (place // nodes).view(-1).int())
-    draft = Draft(
-        ids,
-        full((batch,), nodes, torch.int32),
-        None,
-        own if law is not None else None,
-        law,
-        place.roll(1, 1) if law is not None else None,
-    )
-    return partial(
-        accept,
-        draft,
-        target,
-        params,
-        place,
-        full((batch, nodes), 0.5, torch.float64),
-        full((batch,), 0.5, torch.float64),
-        rule=c.rule,
-        max_depth=c.gamma,
-    )
-
-
 @dataclass(frozen=True)
 class Row:
-    """One kernel of one configuration on one target.
+    """One path of one kernel of one hot call on one target.
 
     Attributes:
-        kernel, target, configuration: what was compiled.
-        launches: of the whole step.
+        operation, configuration, kernel, path, target: what was compiled; see `HotCall` and
+            `HotPath`.
+        launches: of the whole call.
         registers, spill_bytes, shared_bytes: per thread, per thread, per program.
-        load_bits: width that carries most bytes on the hot path.
-        instructions_per_element: a thread's instructions on the hot path, per vocabulary id of
-            its tiles (per pair of ids where two rows are read); None for kernels that stream none,
-            and on AMD, where structured code hides which branches exclude each other.
+        load_bits: width that carries most bytes on the path.
+        instructions_per_element: a thread's instructions on the path, per element that it handles
+            (vocabulary id, or pair of ids where two rows are read); None for kernels that stream
+            nothing, and on AMD, where structured code hides which branches exclude each other.
         mma: matrix instructions.
         bound: what binds it by the model of `timing`, by chip.
-        bytes: moved by a launch for one request, as the watcher counts; None = not counted.
-        floor_bytes: what a launch for one request must read at the least.
+        bytes: moved by a launch of the call on "cpu", as the watcher counts; None = not counted.
+        floor_bytes: what that launch must move at the least; None if the kernel states no floor.
     """
 
-    kernel: str
-    target: str
+    operation: str
     configuration: str
+    kernel: str
+    path: str
+    target: str
     launches: int
     registers: int
     spill_bytes: int
@@ -171,99 +55,128 @@ class Row:
     bytes: int | None = None
     floor_bytes: int | None = None
 
-
-def _line(function: Any, text: str, occurrence: int) -> str:
-    """Return "file.py:line" of the n-th line of a function that holds a text."""
-    lines, first = inspect.getsourcelines(function.fn)
-    found = [first + i for i, line in enumerate(lines) if text in line]
-    return f"{function.fn.__code__.co_filename.rsplit('/', 1)[-1]}:{found[occurrence]}"
-
-
-def _hot_path(launch: CompiledLaunch, resources: Resources) -> tuple[Mix, float | None]:
-    """Return the mix of a program's hot path, and its instructions per id."""
-    arguments = launch.arguments
-    if launch.kernel == "tile_stats_kernel":
-        path = resources.path()
-        ids = arguments["CHUNKS"] * arguments["LANES"] * arguments["WIDTH"]
-        return path, path.instructions * resources.threads / ids
-    if launch.kernel != "residual_mass_kernel":
-        return resources.path(), None
-    through: Sequence[str] = ()
-    if arguments["SOURCE"] == "slots" and arguments["inputs"].draft_row is not None:
-        through = (_line(residual_mass_kernel, "sum_tiles(", 0),)
-    chunks, lanes, width = arguments["SHAPE"]
-    step = arguments["step"]
-    path = resources.path(through, repeats=step)
-    return path, path.instructions * resources.threads / (step * chunks * lanes * width)
+    @property
+    def name(self) -> str:
+        """Everything that identifies the row, for messages."""
+        path = f"[{self.path}]" if self.path else ""
+        return f"{self.operation} {self.configuration} {self.kernel}{path} {self.target}"
 
 
-def rows(target: str, names: Iterable[str] = tuple(CONFIGURATIONS)) -> list[Row]:
-    """Compile the chain step in the named configurations for a target, and read what it uses.
+def first_calls() -> list[HotCall]:
+    """Return the first hot call of every operation."""
+    calls = [call for column in COLUMNS.values() for call in column]
+    return list({call.operation: call for call in reversed(calls)}.values())[::-1]
+
+
+def select(
+    operations: Sequence[str] | None = None, configurations: Sequence[str] | None = None
+) -> list[HotCall]:
+    """Choose hot calls by name; without configurations the first of every operation.
+
+    Raises:
+        ValueError: a name fits no call.
+    """
+    calls = [call for column in COLUMNS.values() for call in column]
+    known = [{call.operation: 0 for call in calls}, {call.configuration: 0 for call in calls}]
+    for names, real in zip((operations, configurations), known, strict=True):
+        if unknown := set(names or ()) - {*real}:
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(real)}")
+    chosen = [
+        call
+        for call in (calls if configurations else first_calls())
+        if call.operation in (operations or known[0])
+        and call.configuration in (configurations or known[1])
+    ]
+    if not chosen:
+        raise ValueError("no call has such an operation and configuration")
+    return chosen
+
+
+def _count(path: HotPath, resources: Resources) -> tuple[Mix, float]:
+    """Return the mix of a path, and its instructions per element."""
+    mix = resources.path(path.through, path.avoid, repeats=path.repeats, within=path.within)
+    return mix, mix.instructions * resources.threads / path.elements
+
+
+def _rows_of(call: HotCall, launch: CompiledLaunch, launches: int) -> Iterable[Row]:
+    resources = measure(launch.compiled, launch.target)
+    chips = [name for name, chip in CHIPS.items() if chip.target == launch.target]
+    paths: tuple[HotPath | None, ...] = (None,)
+    if launch.kernel in call.paths:
+        paths = call.paths[launch.kernel](launch)
+    for path in paths:
+        mix, per_element = (resources.path(), None) if path is None else _count(path, resources)
+        is_counted = per_element is not None and not launch.target.startswith("gfx")
+        yield Row(
+            call.operation,
+            call.configuration,
+            launch.kernel,
+            path.name if path is not None else "",
+            launch.target,
+            launches,
+            resources.registers,
+            resources.spill_bytes,
+            resources.shared_bytes,
+            mix.load_bits,
+            round(per_element or 0.0, 2) if is_counted else None,
+            " ".join(resources.mma),
+            {chip: bound(resources, chip, mix) for chip in chips},
+        )
+
+
+def rows(target: str, calls: Iterable[HotCall]) -> list[Row]:
+    """Compile hot calls for a target, and read what their kernels use.
 
     Args:
         target: one of `TARGETS`.
-        names: of `CONFIGURATIONS`.
+        calls: of `COLUMNS`.
     """
     out = []
-    chips = [name for name, chip in CHIPS.items() if chip.target == target]
-    for name in names:
-        step = make_step(CONFIGURATIONS[name])
+    for call in calls:
+        launch_all = call.prepare("meta")
         with dry_run(target) as launches:
-            step()
+            launch_all()
         for launch in launches:
-            resources = measure(launch.compiled, target)
-            path, per_id = _hot_path(launch, resources)
-            out.append(
-                Row(
-                    launch.kernel,
-                    target,
-                    name,
-                    len(launches),
-                    resources.registers,
-                    resources.spill_bytes,
-                    resources.shared_bytes,
-                    path.load_bits,
-                    None if per_id is None or target.startswith("gfx") else round(per_id, 2),
-                    " ".join(resources.mma),
-                    {chip: bound(resources, chip, path) for chip in chips},
-                )
-            )
+            out += _rows_of(call, launch, len(launches))
     return out
 
 
-def floors(c: Configuration) -> dict[str, int]:
-    """Return the bytes that each kernel of the step must read: the statistics every target row
-    once, the residual masses both rows of a pair per draft (block rule) or per rejecting request
-    (token rule); the others only what those left."""
-    row = c.vocab * c.dtype.itemsize
-    pairs = 0
-    if c.drafts == "dense":
-        pairs = c.batch * (c.gamma if c.rule == "block" else 1)
-    return {
-        "tile_stats_kernel": row * c.batch * (c.gamma + 1),
-        "residual_mass_kernel": row * 2 * pairs,
+class Traffic(NamedTuple):
+    """Bytes that one launch moved, what its docstring says it must move, and what it stored."""
+
+    kernel: str
+    moved: int
+    floor: int | None
+    stored: int
+
+
+def traffic(call: HotCall) -> list[Traffic]:
+    """Interpret a hot call on the CPU and count the bytes of each launch."""
+    launch_all = call.prepare("cpu")
+    with watch(races=False) as seen:
+        launch_all()
+    return [
+        Traffic(
+            x.kernel,
+            x.load_bytes + x.store_bytes,
+            floor_of(x.docstring, call.counts),
+            x.store_bytes,
+        )
+        for x in seen.launches
+    ]
+
+
+def with_traffic(found: Iterable[Row], calls: Iterable[HotCall]) -> list[Row]:
+    """Interpret hot calls, and fill in `bytes` and `floor_bytes` of their rows."""
+    counted = {
+        (call.operation, call.configuration, one.kernel): one
+        for call in calls
+        for one in traffic(call)
     }
-
-
-def floor_bytes(c: Configuration) -> int:
-    """Return the bytes that the chain step must read."""
-    return sum(floors(c).values())
-
-
-def with_traffic(found: Iterable[Row]) -> list[Row]:
-    """Interpret one request of every configuration, and fill in `bytes` and `floor_bytes`."""
-    counted: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
     out = []
     for row in found:
-        if row.configuration not in counted:
-            c = CONFIGURATIONS[row.configuration]._replace(batch=1)
-            step = make_step(c, "cpu")
-            with watch(races=False) as seen:
-                step()
-            moved = {x.kernel: x.load_bytes + x.store_bytes for x in seen.launches}
-            counted[row.configuration] = (moved, floors(c))
-        moved, least = counted[row.configuration]
-        out.append(replace(row, bytes=moved[row.kernel], floor_bytes=least.get(row.kernel, 0)))
+        one = counted[row.operation, row.configuration, row.kernel]
+        out.append(replace(row, bytes=one.moved, floor_bytes=one.floor))
     return out
 
 
@@ -276,28 +189,37 @@ def _ratio(row: Row) -> tuple[str, str, str]:
     """Return bytes, floor and their ratio as text."""
     if row.bytes is None:
         return "-", "-", "-"
-    ratio = f"{row.bytes / row.floor_bytes:.3f}" if row.floor_bytes else "-"
-    return f"{row.bytes:,}", f"{row.floor_bytes or 0:,}", ratio
+    if not row.floor_bytes:
+        return f"{row.bytes:,}", "-", "-"
+    return f"{row.bytes:,}", f"{row.floor_bytes:,}", f"{row.bytes / row.floor_bytes:.3f}"
+
+
+_HEAD: Final = (
+    *("operation", "configuration", "kernel", "target", "launches", "regs", "spill", "shared"),
+    *("load", "instr/elem", "bytes", "floor", "ratio", "bound (model)"),
+)
 
 
 def to_table(found: Iterable[Row]) -> str:
     """Return rows as aligned text."""
-    head = ["kernel", "target", "configuration", "launches", "regs", "spill", "shared", "load"]
-    lines = [[*head, "instr/id", "bytes", "floor", "ratio", "bound (model)"]]
+    lines = [list(_HEAD)]
     for r in found:
+        kernel = f"{r.kernel}[{r.path}]" if r.path else r.kernel
         numbers = (r.launches, r.registers, r.spill_bytes, r.shared_bytes, r.load_bits)
-        per_id = "-" if r.instructions_per_element is None else f"{r.instructions_per_element:.1f}"
+        per_element = r.instructions_per_element
+        count = "-" if per_element is None else f"{per_element:.1f}"
         bounds = " ".join(f"{chip}:{what}" for chip, what in r.bound.items())
-        lines.append(
-            [r.kernel, r.target, r.configuration, *map(str, numbers), per_id, *_ratio(r), bounds]
-        )
+        names = (r.operation, r.configuration, kernel, r.target)
+        lines.append([*names, *map(str, numbers), count, *_ratio(r), bounds])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 
-_AT_MOST: Final = ("launches", "registers", "spill_bytes", "shared_bytes")
+AT_MOST: Final = (
+    *("launches", "registers", "spill_bytes", "shared_bytes", "instructions_per_element"),
+)
 
 
 def over_budget(row: Row, limit: Mapping[str, Any]) -> list[str]:
@@ -305,18 +227,16 @@ def over_budget(row: Row, limit: Mapping[str, Any]) -> list[str]:
 
     Args:
         row: as measured.
-        limit: largest launches, registers, spill_bytes, shared_bytes and (where it is given)
+        limit: any of: largest launches, registers, spill_bytes, shared_bytes,
             instructions_per_element; smallest load_bits; mma as it must be.
     """
-    found = [(name, getattr(row, name) > limit[name]) for name in _AT_MOST]
-    found += [("load_bits", row.load_bits < limit["load_bits"]), ("mma", row.mma != limit["mma"])]
-    if "instructions_per_element" in limit:
-        per_id = row.instructions_per_element
-        over = per_id is None or per_id > limit["instructions_per_element"]
-        found.append(("instructions_per_element", over))
-    return [
-        f"{row.kernel} {row.target} {row.configuration}: {name} {getattr(row, name)}, "
-        f"budget {limit[name]}"
-        for name, is_over in found
-        if is_over
-    ]
+    found = []
+    for name, bar in limit.items():
+        value = getattr(row, name)
+        if name in AT_MOST:
+            is_over = value is not None and value > bar
+        else:
+            is_over = value < bar if name == "load_bits" else value != bar
+        if is_over:
+            found.append(f"{row.name}: {name} {value}, budget {bar}")
+    return found

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -45,13 +45,14 @@ class Launch:
     """One launch as it was watched.
 
     Attributes:
-        kernel, grid: name of the kernel and its grid.
+        kernel, grid, docstring: name of the kernel, its grid, and what it says of itself.
         lines: use by `(file.py:line, "load" | "store" | "atomic", argument)`.
         distinct: different bytes loaded of each argument; what a perfect cache would fetch.
     """
 
     kernel: str
     grid: Program
+    docstring: str | None = None
     lines: dict[tuple[str, str, str], LineUse] = field(default_factory=dict)
     distinct: dict[str, int] = field(default_factory=dict)
 
@@ -124,10 +125,13 @@ class Watch:
     # ------------------------------------------------------------------ the observer's side
 
     def begin(
-        self, kernel: str, tensors: list[tuple[str, torch.Tensor]], grid: Program
+        self,
+        kernel: Callable[..., Any],
+        tensors: list[tuple[str, torch.Tensor]],
+        grid: Program,
     ) -> Sequence[Program]:
         """Start of a launch; return its programs in the order to run them."""
-        self._current = Launch(kernel, grid)
+        self._current = Launch(kernel.__name__, grid, kernel.__doc__)
         self.launches.append(self._current)
         more = [(f"reachable[{i}]", t) for i, t in enumerate(self.reachable)]
         self._regions = [_Region(name, t) for name, t in [*tensors, *more]]
