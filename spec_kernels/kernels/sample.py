@@ -64,7 +64,8 @@ def mass_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Weight of one tile. Floor: the tile's bytes once; 9 instructions an id."""
+    """Weight of one tile. Floor: `rows * vocab * itemsize` bytes: each row once; 9 instructions an
+    id."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     IS_LAW: tl.constexpr = law is not None
@@ -183,7 +184,7 @@ def race_kernel(
     TILE: tl.constexpr,
     QUADS: tl.constexpr,
 ):
-    """First id with the smallest arrival in one tile. Floor: the tile's bytes once; 90
+    """First id with the smallest arrival in one tile. Floor: `rows * vocab * itemsize` bytes; 90
     instructions an id, 20 of them Philox: bound by arithmetic, not memory."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
