@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spec_kernels.integrations.transformers import TransformersCache, TransformersTarget
-from spec_kernels.targets import Cache, Target
+from spec_kernels.targets import Cache, Target, TargetOutput
+from spec_kernels.tree import pack_parents
 
 VOCAB, LENGTH = 61, 48
 SIZES = {
@@ -286,3 +287,121 @@ def test_refuses_bad_arguments() -> None:
     target.model.train()
     with pytest.raises(ValueError, match="eval mode"):
         target.prefill(target.open(1, 4), 0, [1])
+
+
+def random_tree(nodes: int) -> list[int]:
+    """Parents of a random tree, often with several children at the root."""
+    return [-1, *(int(torch.randint(max(0, i - 3), i, (1,))) for i in range(1, nodes))]
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """Nodes from the root to `node`."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+def check_tree(
+    target: TransformersTarget,
+    output: TargetOutput,
+    committed: list[list[int]],
+    tokens: Tensor,
+    trees: list[list[int]],
+    start: int = 0,
+) -> None:
+    """Each node's logits are the model's own behind the context and the path to the node."""
+    rounding = 1e-5 if target.model.config.model_type == "gemma2" else 1e-7
+    for row, parents in enumerate(trees):
+        assert (output.row[row, len(parents) :] == -1).all()
+        assert (output.row[row, :start] == -1).all()
+        for node in range(start, len(parents)):
+            path = tokens[row, path_to(parents, node)].tolist()
+            want = full_forward(target.model, committed[row][:-1] + path)[-1]
+            got = output.logits[int(output.row[row, node])]
+            torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma2"])
+def test_trees_equal_the_models_own_forward_on_every_path(kind: str) -> None:
+    """Ragged trees, requests without drafts and absent ones, whole and level by level; the kept
+    path leaves the cache that a fresh prefill would."""
+    target = TransformersTarget(make_model(kind))
+    committed = [random_tokens(length) for length in (6, 1, 9)]
+    cache = target.open(3, LENGTH)
+    for row, context in enumerate(committed):
+        target.prefill(cache, row, context[:-1])
+    for sizes in ([9, 14, 1], [14, 1, 0], [3, 0, 12]):
+        trees = [random_tree(size) if size else [] for size in sizes]
+        parents, num_nodes = pack_parents(trees)
+        tokens = torch.randint(1, VOCAB, parents.shape)
+        tokens[:, 0] = torch.tensor([context[-1] for context in committed])
+        output = target.forward(tokens, num_nodes, cache, parents=parents)
+        check_tree(target, output, committed, tokens, trees)
+        for start, stop in ((0, 1), (1, 4), (4, 14)):
+            part = parents[:, :stop], num_nodes.clamp(max=stop)
+            output = target.forward(tokens[:, :stop], part[1], cache, parents=part[0], start=start)
+            cut = [tree[:stop] for tree in trees]
+            check_tree(target, output, committed, tokens, cut, start)
+        path = torch.full((3, 15), -1, dtype=torch.int32)
+        for row, tree in enumerate(trees):
+            if tree:
+                kept = path_to(tree, max(range(len(tree)), key=lambda n: len(path_to(tree, n))))
+                path[row, : len(kept)] = torch.tensor(kept)
+                committed[row] += [*tokens[row, kept[1:]].tolist(), *random_tokens(1)]
+        assert (path != torch.arange(15)).logical_and(path >= 0).any()  # rows have to move
+        cache.keep(path, ((path >= 0).sum(1) - 1).clamp(min=0))
+        check_caches(target, cache, committed)
+
+
+def test_a_tree_may_end_at_the_capacity() -> None:
+    """Positions count against the capacity, nodes do not."""
+    target = TransformersTarget(make_model("llama"))
+    cache = target.open(2, 6)
+    target.prefill(cache, 0, [1, 2, 3, 4])
+    trees = [[-1, 0, 0, 0, 0], [-1, 0, 1, 2, 3, 4]]
+    parents, num_nodes = pack_parents(trees)
+    tokens = torch.randint(1, VOCAB, parents.shape)
+    committed = [[1, 2, 3, 4, 5], [5]]
+    tokens[:, 0] = 5
+    output = target.forward(tokens, num_nodes, cache, parents=parents)
+    check_tree(target, output, committed, tokens, trees)
+    deep, count = pack_parents([[-1, 0, 0, 1], [-1]])
+    with pytest.raises(ValueError, match="request 0 needs 7 positions, the capacity is 6"):
+        target.forward(tokens[:, :4], count, cache, parents=deep)
+    path = torch.tensor([[0, 4, -1], [0, 1, 2]], dtype=torch.int32)
+    cache.keep(path, torch.tensor([1, 2], dtype=torch.int32))
+    rows = [[*committed[0], int(tokens[0, 4]), 9], [*tokens[1, :3].tolist(), 9]]
+    check_caches(target, cache, rows)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_faulty_node_spoils_its_descendants_only(batch: int) -> None:
+    """NaN in the K/V of one node: not in those before it, beside it, or in rounds to come."""
+    model = make_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60] = float("nan")
+        model.get_output_embeddings().weight[60] = 0.0
+    target = TransformersTarget(model)
+    cache = target.open(batch, LENGTH)
+    for row in range(batch):
+        target.prefill(cache, row, [1, 2, 3])
+    trees = [[-1, 0, 0, 1, 2]] * batch
+    parents, num_nodes = pack_parents(trees)
+    tokens = torch.tensor([[4, 5, 60, 6, 7]]).repeat(batch, 1)
+    committed = [[1, 2, 3, 4]] * batch
+    output = target.forward(tokens, num_nodes, cache, parents=parents)
+    is_bad = output.logits[output.row.long()].isnan().any(2)
+    assert is_bad.tolist() == [[False, False, True, False, True]] * batch
+    for node, path in enumerate([[4], [4, 5], None, [4, 5, 6]]):
+        if path is not None:
+            want = full_forward(model, [1, 2, 3, *path])[-1]
+            torch.testing.assert_close(output.logits[int(output.row[-1, node])], want)
+    chain = target.forward(tokens, num_nodes, cache)
+    is_bad = chain.logits[chain.row.long()].isnan().any(2)
+    assert is_bad.tolist() == [[False, False, True, True, True]] * batch
+    cache.keep(torch.zeros(batch, 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32))
+    check_forward(target, cache, [[1, 2, 3, 4, 8]] * batch, [[9]] * batch)
+    target.prefill(cache, 0, [60])
+    output = target.forward(tokens[:, :2], num_nodes.clamp(max=2), cache)
+    assert output.logits[output.row[0].long()].isnan().all()  # a prompt is not patched up

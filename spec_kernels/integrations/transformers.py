@@ -6,10 +6,12 @@ lengths. A registered attention function keeps K/V instead:
 1. around each of our calls the model's attention implementation is `spec_kernels`, and the step's
    data travel to every layer as a keyword argument of the model;
 2. the attention of each layer writes its new K/V rows behind the context of their request, in
-   buffers `[batch, kv_heads, capacity + 1, head_dim]` allocated once (padding: to the last row);
+   buffers `[batch, kv_heads, rows + 1, head_dim]` allocated once (padding: to the last row);
 3. it then attends with `scaled_dot_product_attention` to the rows visible from each node, the
-   query heads of a K/V head packed into one tile, so that K/V are read once;
-4. accepting or rejecting drafts changes the per-request lengths, and nothing else.
+   query heads of a K/V head packed into one tile, so that K/V are read once; a tree adds a mask
+   over its own rows;
+4. accepting or rejecting drafts changes the per-request lengths; the rows of a path through a tree
+   move together first.
 
 Outside our calls the model works as before, with its own attention and its own caches.
 """
@@ -23,37 +25,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from spec_kernels.targets import Cache, ChainCache, TargetOutput
+from spec_kernels.integrations._attention import Step, TransformersCache, Trees, attend
+from spec_kernels.targets import Cache, TargetOutput
 
 _NAME: Final = "spec_kernels"
 _PREFILL_CHUNK: Final = 256  # bounds the attention mask: chunk x context
 _ATTENTION_KINDS: Final = frozenset({"full_attention", "sliding_attention", "attention"})
-_HARMLESS: Final = frozenset(
-    {"position_ids", "position_embeddings", "cache", "past_key_values", "use_cache", "is_causal"}
-    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
-    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position"}
-)
-"""Keyword arguments of layers that change nothing here; any other one is refused."""
-
-
-class TransformersCache(ChainCache):
-    """Keys and values of every layer for a batch of requests, each with its own length.
-
-    Attributes:
-        context_lens: `[batch] int32`, committed rows of each request.
-        capacity: most rows of each request.
-        keys, values: per layer `[batch, kv_heads, capacity + 1, head_dim]`; None until the layer
-            has run.
-    """
-
-    def __init__(self, batch: int, capacity: int, layers: int, device: torch.device) -> None:
-        super().__init__(batch, device=device)
-        self.batch, self.capacity = batch, capacity
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
 
 
 class TransformersTarget:
@@ -97,7 +76,7 @@ class TransformersTarget:
         self.vocab_size: int = head.weight.shape[0]
         self.max_length: int | None = getattr(self._config, "max_position_embeddings", None)
         self._layers: int = self._config.num_hidden_layers
-        AttentionInterface.register(_NAME, _attend)
+        AttentionInterface.register(_NAME, attend)
 
     @property
     def device(self) -> torch.device:
@@ -142,25 +121,35 @@ class TransformersTarget:
         for first in range(0, len(tokens), _PREFILL_CHUNK):
             ids = torch.tensor([list(tokens[first : first + _PREFILL_CHUNK])], device=self.device)
             width = ids.shape[1]
-            step = _Step(cache, [row], [start + first], [width])
+            step = Step(cache, [row], [start + first], [width], contained=False)
             wanted = list(range(width)) if hidden else []
             states.append(self._run(ids, step, wanted, logits=False)[1])
         cache.context_lens[row] += len(tokens)
         return torch.cat(states) if hidden else None
 
     def forward(
-        self, tokens: Tensor, num_nodes: Tensor, cache: Cache, *, hidden: bool = False
+        self,
+        tokens: Tensor,
+        num_nodes: Tensor,
+        cache: Cache,
+        *,
+        parents: Tensor | None = None,
+        start: int = 0,
+        hidden: bool = False,
     ) -> TargetOutput:
-        """Run the model over the nodes of a chain; their K/V are written behind the context.
+        """Run the model over the nodes of chains or trees; K/V are written behind the context.
 
         Args:
             tokens: `[batch, nodes] int64`; what stands behind `num_nodes` is not read.
-            num_nodes: `[batch] int32`; requests with 0 are left out of the forward.
+            num_nodes: `[batch] int32`; requests without a node from `start` on are left out of
+                the forward.
             cache: from `open`. A failure leaves its lengths as they were.
+            parents: `[batch, nodes] int32`; None = chains.
+            start: first node to compute; the K/V of the nodes before it are in place.
             hidden: also return the input of the output layer.
 
         Returns:
-            TargetOutput: one row of logits for every node; `row` is -1 elsewhere.
+            TargetOutput: one row of logits for every node from `start` on; `row` is -1 elsewhere.
 
         Raises:
             ValueError: wrong shapes, or a request would become longer than the capacity.
@@ -172,23 +161,31 @@ class TransformersTarget:
         batch, nodes = tokens.shape
         if batch != cache.batch or list(num_nodes.shape) != [batch]:
             raise ValueError(f"tokens must be [{cache.batch}, nodes], got {list(tokens.shape)}")
-        lens, given = torch.stack([cache.context_lens, num_nodes.to(torch.int32)]).tolist()
-        counts = [min(max(n, 0), nodes) for n in given]
+        trees = None if parents is None else Trees.make(parents, num_nodes, start)
+        deepest = num_nodes - 1 if trees is None else trees.depth.amax(1)
+        columns = [cache.context_lens, num_nodes, deepest]
+        lens, given, depth = torch.stack([c.to(torch.int32) for c in columns]).tolist()
+        counts = [min(n, nodes) - start for n in given]
         rows = [row for row in range(batch) if counts[row] > 0]
         if not rows:
             empty = torch.empty(0, self.vocab_size, dtype=self.model.dtype, device=self.device)
             return TargetOutput(empty, torch.full_like(tokens, -1, dtype=torch.int32))
-        starts, active = [lens[row] for row in rows], [counts[row] for row in rows]
-        _check_capacity(cache, rows, [s + n for s, n in zip(starts, active, strict=True)])
-        step = _Step(cache, rows, starts, active)
-        ids = tokens[:, : step.width] if len(rows) == batch else tokens[rows, : step.width]
-        numbers, wanted = _number_rows(rows, active, step.width, batch, nodes)
+        _check_capacity(cache, rows, [lens[row] + depth[row] + 1 for row in rows])
+        cache.holds_tree = trees is not None
+        if trees is not None:
+            cache.reserve(nodes)
+            trees = trees if len(rows) == batch else trees.of(torch.tensor(rows))
+        active = [counts[row] for row in rows]
+        step = Step(cache, rows, [lens[row] + start for row in rows], active, trees)
+        ids = tokens[:, start : start + step.width]
+        ids = ids if len(rows) == batch else ids[rows]
+        numbers, wanted = _number_rows(rows, active, step.width, (batch, nodes, start))
         logits, states = self._run(ids.clamp(0, self.vocab_size - 1), step, wanted)
         return TargetOutput(logits, numbers.to(self.device), states if hidden else None)
 
     @torch.no_grad()
     def _run(
-        self, ids: Tensor, step: _Step, wanted: list[int], *, logits: bool = True
+        self, ids: Tensor, step: Step, wanted: list[int], *, logits: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return logits and last hidden states of the wanted places, `[len(wanted), ...]` each."""
         if self.model.training:
@@ -236,73 +233,6 @@ class TransformersTarget:
             handle.remove()
 
 
-class _Step:
-    """What one forward tells the attention of every layer, from host integers.
-
-    Attributes:
-        width: nodes of the longest chain; K/V of the padding of shorter ones go to the last row.
-        longest: rows that a layer may have to look at.
-        position_ids: `[rows, width]`; padding repeats the last real position.
-        layers_seen: calls of the attention so far.
-    """
-
-    def __init__(
-        self, cache: TransformersCache, rows: list[int], starts: list[int], counts: list[int]
-    ) -> None:
-        device = cache.context_lens.device
-        self.cache, self.layers_seen = cache, 0
-        self.width = max(counts)
-        self.longest = max(s + n for s, n in zip(starts, counts, strict=True))
-        self.single = (rows[0], starts[0]) if len(rows) == 1 else None
-        self.needs_mask = self.width > 1 or len(set(starts)) > 1
-        self._masks: dict[int | None, Tensor] = {}
-        node = torch.arange(self.width)
-        start, count = torch.tensor(starts)[:, None], torch.tensor(counts)[:, None]
-        self.position_ids = (start + torch.minimum(node, count - 1)).to(device)
-        if self.single is None:
-            places = torch.where(node < count, start + node, cache.capacity).to(device)
-            self.rows = torch.tensor(rows, device=device)
-            self.index = (self.rows[:, None], slice(None), places)
-            self.all_rows = len(rows) == cache.batch
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new K/V rows of a layer; return those that the step may look at."""
-        self.layers_seen += 1
-        return (
-            self._append(self.cache.keys, layer, key),
-            self._append(self.cache.values, layer, value),
-        )
-
-    def _append(self, buffers: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
-        buffer = buffers[layer]
-        if buffer is None:
-            cache, (_, heads, _, size) = self.cache, new.shape
-            buffer = new.new_zeros(cache.batch, heads, cache.capacity + 1, size)
-            buffers[layer] = buffer
-        if self.single is not None:
-            row, start = self.single
-            seen = buffer[row : row + 1, :, : self.longest]
-            seen[:, :, start:] = new
-            return seen
-        buffer[self.index] = new.transpose(1, 2)
-        seen = buffer[:, :, : self.longest]
-        return seen if self.all_rows else seen[self.rows]
-
-    def mask(self, window: int | None, query: Tensor, groups: int) -> Tensor | None:
-        """Return what to add to the scores `[rows, 1, groups * width, longest]`; None = nothing."""
-        if not self.needs_mask and (window is None or self.longest <= window):
-            return None
-        if window not in self._masks:
-            place = torch.arange(self.longest, device=query.device)
-            last = self.position_ids[:, :, None]
-            hidden = place > last
-            if window is not None:
-                hidden |= place <= last - window
-            zeros = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-            self._masks[window] = zeros.masked_fill_(hidden, float("-inf")).repeat(1, groups, 1)
-        return self._masks[window][:, None]
-
-
 def _check_capacity(cache: TransformersCache, rows: list[int], lens: list[int]) -> None:
     for row, length in zip(rows, lens, strict=True):
         if length > cache.capacity:
@@ -312,80 +242,16 @@ def _check_capacity(cache: TransformersCache, rows: list[int], lens: list[int]) 
 
 
 def _number_rows(
-    rows: list[int], counts: list[int], width: int, batch: int, nodes: int
+    rows: list[int], counts: list[int], width: int, shape: tuple[int, int, int]
 ) -> tuple[Tensor, list[int]]:
     """Return each node's row of logits, -1 for padding, and its place in `[rows, width]`."""
+    batch, nodes, start = shape
     numbers = torch.full((batch, nodes), -1, dtype=torch.int32)
     wanted: list[int] = []
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        numbers[row, :count] = torch.arange(len(wanted), len(wanted) + count)
+        numbers[row, start : start + count] = torch.arange(len(wanted), len(wanted) + count)
         wanted.extend(range(place * width, place * width + count))
     return numbers, wanted
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    spec_kernels_step: _Step | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Append this layer's K/V and attend: the function that transformers' layers call."""
-    step, name = spec_kernels_step, type(module).__name__
-    if step is None:
-        raise NotImplementedError(f"{name} does not hand keyword arguments on to its attention")
-    layer = _check_layer(module, name, sliding_window, kwargs)
-    key, value = step.append(layer, key, value)
-    rows, heads, width, size = query.shape
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
-    packed = query.reshape(rows, kv_heads, groups * width, size)
-    mask = step.mask(sliding_window, query, groups)
-    if softcap is None:
-        out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    else:
-        out = _softcapped_attention(packed, key, value, mask, scaling, softcap)
-    out = out.reshape(rows, heads, width, value.shape[-1])
-    return out.transpose(1, 2), None
-
-
-def _softcapped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float,
-) -> Tensor:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
-    scores = scores if mask is None else scores + mask
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return torch.softmax(scores, -1, dtype=wide).to(query.dtype) @ value
-
-
-def _check_layer(
-    module: torch.nn.Module, name: str, window: int | None, kwargs: dict[str, Any]
-) -> int:
-    """Return the layer's number; refuse what this attention would silently get wrong."""
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise NotImplementedError(f"{name} does not know its number (layer_idx)")
-    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-        raise NotImplementedError(f"{name} attends in both directions")
-    unknown = [k for k, v in kwargs.items() if v is not None and k not in _HARMLESS]
-    if unknown:
-        raise NotImplementedError(f"{name} asks for {', '.join(unknown)}, not supported here")
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    if kinds and kinds[layer] == "sliding_attention" and window is None:
-        raise NotImplementedError(f"{name} hides its sliding window from the attention interface")
-    return layer
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: Any, head: torch.nn.Module | None) -> None:

@@ -1,0 +1,26 @@
+"""What a decoder must offer, and adaptors: for plain torch.nn models, and for a table."""
+
+from spec_kernels.targets.base import (
+    Cache,
+    ChainCache,
+    Target,
+    TargetOutput,
+    TreeCache,
+    contain_faults,
+)
+from spec_kernels.targets.module import Attend, DecoderModule, KVCache, ModuleTarget
+from spec_kernels.targets.table import TableTarget
+
+__all__ = [
+    "Attend",
+    "Cache",
+    "ChainCache",
+    "DecoderModule",
+    "KVCache",
+    "ModuleTarget",
+    "TableTarget",
+    "Target",
+    "TargetOutput",
+    "TreeCache",
+    "contain_faults",
+]
