@@ -217,23 +217,23 @@ class SequentialMTP(_Shared):
         out: Tensor = self.module(depth)(hidden, embedding, positions, attend)
         return out
 
-    def forward(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+    def forward(self, hidden: Tensor, tokens: Tensor, depth: int | None = None) -> list[Tensor]:
         """Return the states of every depth over whole sequences, as training needs them.
 
         Args:
             hidden: `[batch, length, hidden_size]`, the target's last hidden states.
             tokens: `[batch, length] int64`.
+            depth: deepest one wanted; by default the config's.
 
         Returns:
             for k = 1..depth `[batch, length - k, hidden_size]`: entry i has seen tokens up to
             i + k and predicts token i + k + 1.
         """
         states, length = [], tokens.shape[1]
-        for depth in range(1, self.config.depth + 1):
-            positions = torch.arange(length - depth, device=tokens.device)
-            positions = positions.expand(tokens.shape[0], -1)
-            inputs = hidden[:, : length - depth]
-            hidden = self.state(inputs, tokens[:, depth:], positions, attend_causally, depth)
+        for k in range(1, (self.config.depth if depth is None else depth) + 1):
+            positions = torch.arange(length - k, device=tokens.device).expand(len(tokens), -1)
+            inputs = hidden[:, : length - k]
+            hidden = self.state(inputs, tokens[:, k:], positions, attend_causally, k)
             states.append(hidden)
         return states
 
