@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import triton
@@ -52,6 +53,7 @@ def _run_tool(name: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@lru_cache(maxsize=64)
 def disassemble(cubin: bytes) -> tuple[str, str]:
     """Return what NVIDIA's tools say about a cubin: resource usage, and code with lines."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -8,7 +8,7 @@ the meta device: real sizes cost no memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,29 @@ _run = JITFunction.run
 
 
 @contextlib.contextmanager
+def compiled_launches(target: str, act: Callable[[CompiledLaunch], object]) -> Iterator[None]:
+    """Compile the launches inside this context for a target, and call `act` instead of the device.
+
+    Launch code that asks for the present target is told this one.
+    """
+    before = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = compile_launch(self, target, args, kwargs)
+        arguments = bind(self, args, kwargs)
+        sizes = resolve_grid(grid, arguments)
+        act(CompiledLaunch(self.fn.__name__, target, sizes, compiled, arguments))
+        return compiled
+
+    JITFunction.run = run
+    try:
+        with compiling_for(target):
+            yield
+    finally:
+        JITFunction.run = before
+
+
+@contextlib.contextmanager
 def dry_run(target: str) -> Iterator[list[CompiledLaunch]]:
     """Compile the launches inside this context for a target instead of running them.
 
@@ -117,20 +140,6 @@ def dry_run(target: str) -> Iterator[list[CompiledLaunch]]:
         >>> launches
         []
     """
-    gpu_target(target)
     launches: list[CompiledLaunch] = []
-    before = JITFunction.run
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = compile_launch(self, target, args, kwargs)
-        arguments = bind(self, args, kwargs)
-        sizes = resolve_grid(grid, arguments)
-        launches.append(CompiledLaunch(self.fn.__name__, target, sizes, compiled, arguments))
-        return compiled
-
-    JITFunction.run = run
-    try:
-        with compiling_for(target):  # launch code may ask for the target too
-            yield launches
-    finally:
-        JITFunction.run = before
+    with compiled_launches(target, launches.append):
+        yield launches

@@ -131,7 +131,7 @@ def rows(target: str, calls: Iterable[HotCall]) -> list[Row]:
         target: one of `TARGETS`.
         calls: of `COLUMNS`.
     """
-    out = []
+    out: list[Row] = []
     for call in calls:
         launch_all = call.prepare("meta")
         with dry_run(target) as launches:

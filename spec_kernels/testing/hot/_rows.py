@@ -52,9 +52,9 @@ def law_of(logits: Tensor) -> Law:
     """Return the laws of rows at temperature 1, without a cutoff."""
     rows, device = logits.shape[0], logits.device.type
     if device == "meta":
-        floats = [full(rows, 0, torch.float32, device) for _ in range(4)]
-        argmax = full(rows, 0, torch.int64, device)
-        return Law(*floats, argmax, full(rows, 0, torch.int32, device))
+        fields = [full(rows, 0, torch.float32, device) for _ in range(4)]
+        fields += [full(rows, 0, kind, device) for kind in (torch.int64, torch.int32)]
+        return Law(*fields)
     x = logits.float()
     row_max = x.amax(1)
     return Law(

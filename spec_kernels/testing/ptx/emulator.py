@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton.runtime.jit import JITFunction
 
-from ..dry_run import compile_launch
+from ..dry_run import CompiledLaunch, compiled_launches
 from ..interpreter import Program as ProgramId
-from ..interpreter import bind, named_tensors, resolve_grid
+from ..interpreter import named_tensors
 from ..watcher import Order
 from .machine import Code, Machine, Memory, Schedule
 from .program import parse
@@ -146,23 +145,19 @@ def emulated(
         []
     """
     launches: list[Emulation] = []
-    before = JITFunction.run
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = compile_launch(self, TARGET, args, kwargs)
-        arguments = bind(self, args, kwargs)
-        sizes = resolve_grid(grid, arguments)
-        for name, tensor in named_tensors(arguments):
+    def run(launch: CompiledLaunch) -> None:
+        for name, tensor in named_tensors(launch.arguments):
             if tensor.device.type != "cpu":
                 raise TypeError(
                     f"{name} must be a CPU tensor inside emulated(), got {tensor.device}"
                 )
-        signature = compiled.src.signature
-        passed = [x for name, kind in signature.items() for x in _flatten(kind, arguments[name])]
+        compiled = launch.compiled
+        kinds = compiled.src.signature.items()
         steps = emulate(
             compiled.asm["ptx"],
-            sizes,
-            passed,
+            launch.grid,
+            [x for name, kind in kinds for x in _flatten(kind, launch.arguments[name])],
             shared_bytes=compiled.metadata.shared,
             schedule=schedule,
             order=order,
@@ -170,11 +165,7 @@ def emulated(
             late_copies=late_copies,
             reachable=reachable,
         )
-        launches.append(Emulation(self.fn.__name__, sizes, steps, compiled))
-        return compiled
+        launches.append(Emulation(launch.kernel, launch.grid, steps, compiled))
 
-    JITFunction.run = run
-    try:
+    with compiled_launches(TARGET, run):
         yield launches
-    finally:
-        JITFunction.run = before
