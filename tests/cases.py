@@ -71,6 +71,7 @@ class Step(NamedTuple):
     max_depth: int
     target_to_draft: Tensor | None
     row_request: Tensor  # [rows] int32, of the target's rows; -1 = a row that nothing points to
+    replacement: bool = False
 
     def accept(self, layer: Any, rule: str, **changes: Any) -> Acceptance:
         """Call a layer's `accept` with these arguments."""
@@ -79,6 +80,7 @@ class Step(NamedTuple):
         result: Acceptance = layer.accept(
             *(values[name] for name in (*names, "final_coins")),
             rule=rule,
+            replacement=values["replacement"],
             max_depth=values["max_depth"],
             target_to_draft=values["target_to_draft"],
         )
@@ -138,7 +140,7 @@ def float32_law(law: Law) -> Law:
     return Law(*(f.float() if f.dtype == torch.float64 else f for f in law))
 
 
-def _scatter_rows(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def scatter_rows(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return rows in random order with two rows of NaN among them, and where each one went."""
     rows = values.shape[0]
     place = torch.randperm(rows + 2, generator=generator)[:rows]
@@ -167,11 +169,11 @@ def make_step(case: Case) -> Step:
         target, own = target.softmax(1), own.softmax(1)
     target, own = target.to(case.dtype), own.to(case.dtype)
 
-    logits, place = _scatter_rows(target, generator)
+    logits, place = scatter_rows(target, generator)
     row_request = torch.full((len(logits),), -1, dtype=torch.int32)
     row_request[place] = request.int()
     target_row = place.view(batch, nodes).int()
-    draft_logits, draft_place = _scatter_rows(own, generator)
+    draft_logits, draft_place = scatter_rows(own, generator)
     draft_request = torch.full((len(draft_logits),), -1, dtype=torch.int32)
     draft_request[draft_place] = request.int()
 

@@ -33,8 +33,15 @@ class Step:
             self.draft_law,
             self.row,
         )
+        self.tree = self.draft._replace(
+            parents=torch.tensor([[-1, 0, 0, 1]] * BATCH, dtype=torch.int32),
+            # The siblings 1 and 2 share a row.
+            row=torch.tensor([[-1, 0, 0, 1]] * BATCH, dtype=torch.int32),
+        )
         self.accept_coins, self.final_coins = coins(self.seeds, self.positions, NODES)
         self.row_coins = torch.rand(ROWS, dtype=torch.float64, generator=generator)
+        self.child_coins = torch.rand(ROWS, 3, dtype=torch.float64, generator=generator)
+        self.excluded = torch.tensor([[1, -1]] * ROWS)
         self.noise = torch.arange(ROWS), torch.arange(ROWS) + 9
         self.id_map = torch.arange(VOCAB, dtype=torch.int32)
         self.id_map[DRAFT_VOCAB:] = -1

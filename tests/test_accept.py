@@ -401,13 +401,8 @@ def test_greedy_rows_accept_their_first_argmax(name: str, rule: str, temperature
 
 
 @every_layer
-def test_trees_and_unknown_rules_are_refused(name: str) -> None:
+def test_unknown_rules_are_refused(name: str) -> None:
     step = make_step(Case(1, 1, 7))
-    tree = step.draft._replace(parents=torch.tensor([[-1, 0]], dtype=torch.int32))
-    with pytest.raises(NotImplementedError, match=r"draft\.parents"):
-        step.accept(layer(name), "block", draft=tree)
-    with pytest.raises(NotImplementedError, match=r"draft\.parents"):
-        layer(name).match(tree, step.draft.tokens, max_depth=1)
     with pytest.raises(ValueError, match="rule"):
         step.accept(layer(name), "typical")
 

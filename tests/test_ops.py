@@ -55,6 +55,13 @@ def calls(step: Step) -> dict[str, Callable[[], Any]]:
         "sample-coins": lambda: sample(step.logits, step.law, coins=step.row_coins),
         "sample-noise": lambda: sample(step.logits, step.law, noise=step.noise),
         "sample-probabilities": lambda: sample(step.logits.softmax(-1), None, coins=step.row_coins),
+        "sample-children": lambda: sample(
+            step.logits, step.law, coins=step.child_coins, k=3, excluded=step.excluded
+        ),
+        "sample-repeated": lambda: sample(
+            step.logits, step.law, coins=step.child_coins, k=3, replacement=True
+        ),
+        "sample-noise-children": lambda: sample(step.logits, step.law, noise=step.noise, k=2),
         "accept-law": lambda: step.accept(),
         "accept-params": lambda: step.accept(target_law=step.params, rule="token"),
         "accept-fixed": lambda: step.accept(
@@ -63,6 +70,11 @@ def calls(step: Step) -> dict[str, Callable[[], Any]]:
         "accept-probabilities": lambda: step.accept(
             target_logits=step.logits.softmax(-1), target_law=None, target_to_draft=step.id_map
         ),
+        "accept-tree": lambda: step.accept(draft=step.tree, max_depth=2),
+        "accept-tree-token": lambda: step.accept(
+            draft=step.tree, target_law=step.params, rule="token", replacement=True
+        ),
+        "match-tree": lambda: match(step.tree, step.tokens, max_depth=2),
         "match": lambda: match(step.draft, step.tokens, max_depth=NODES + 1),
         "match-int32": lambda: match(step.draft, step.tokens.int(), max_depth=0),
     }
@@ -158,6 +170,7 @@ def test_the_tuples_reach_the_layer_unchanged(step: Step, monkeypatch: pytest.Mo
         draft = seen["draft"]
         assert torch.equal(draft.tokens, step.draft.tokens)
         assert draft.parents is None
+        assert not seen["replacement"]
         assert torch.equal(draft.num_nodes, step.draft.num_nodes)
         assert torch.equal(draft.logits, step.draft_logits)
         assert torch.equal(draft.row, step.row)
@@ -168,6 +181,9 @@ def test_the_tuples_reach_the_layer_unchanged(step: Step, monkeypatch: pytest.Mo
         assert torch.equal(seen["final_coins"], step.final_coins)
         assert torch.equal(seen["target_to_draft"], step.id_map)
         assert (seen["rule"], seen["max_depth"]) == ("token", NODES - 1)
+    step.accept(draft=step.tree, replacement=True)
+    assert torch.equal(seen["draft"].parents, step.tree.parents)
+    assert seen["replacement"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -202,7 +218,12 @@ def test_a_step_compiles_without_graph_breaks(backend: str, step: Step) -> None:
         accept_coins, final_coins = coins(step.seeds, step.positions + 1, NODES)
         result = accept(draft, logits, law, row, accept_coins, final_coins, max_depth=NODES - 1)
         tokens = sample(logits, law, noise=step.noise)
-        return (*result, tokens + 0, match(draft, tokens.view(row.shape), max_depth=2).path)
+        children = sample(logits, law, coins=step.child_coins, k=3, excluded=step.excluded)
+        tree = draft._replace(parents=step.tree.parents, row=step.tree.row)
+        kept = accept(tree, logits, law, row, accept_coins, final_coins, max_depth=2)
+        path = match(tree, tokens.view(row.shape), max_depth=2).path
+        chain = match(draft, tokens.view(row.shape), max_depth=2).path
+        return (*result, tokens + 0, children + 0, *kept, path, chain)
 
     arguments = (step.draft, step.logits, step.params, step.request, step.row)
     compiled = torch.compile(run, backend=backend, fullgraph=True)

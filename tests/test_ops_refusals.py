@@ -33,17 +33,25 @@ def wrong(**changes: Any) -> Callable[[Step], Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[Step], Any], type[Exception], str]] = {
-    "tree": (
-        wrong(draft=lambda s: s.draft._replace(parents=s.row)),
-        NotImplementedError,
-        "draft.parents: trees are not supported yet; pass parents=None for a chain",
+    "parents": (
+        wrong(draft=lambda s: s.draft._replace(parents=s.row[:, :3])),
+        ValueError,
+        "draft.parents must be [3, 4] int32, got [3, 3] int32",
     ),
-    "tree-match": (
-        lambda s: match(s.draft._replace(parents=s.row), s.tokens, max_depth=1),
-        NotImplementedError,
-        "draft.parents: trees are not supported yet",
+    "parents-match": (
+        lambda s: match(s.draft._replace(parents=s.row.long()), s.tokens, max_depth=1),
+        TypeError,
+        "draft.parents must be [3, 4] int32, got [3, 4] int64",
     ),
-    "replacement": (wrong(replacement=lambda s: True), NotImplementedError, "replacement=True"),
+    "parents-wide": (
+        lambda s: match(
+            Draft(wide := s.tokens[:, :1].expand(3, 1025), s.draft.num_nodes, wide.int()),
+            wide,
+            max_depth=1,
+        ),
+        ValueError,
+        "draft.parents must have at most 1024 columns, got 1025",
+    ),
     "rule": (
         wrong(rule=lambda s: "fast"),
         ValueError,
@@ -146,10 +154,20 @@ REFUSED: dict[str, tuple[Callable[[Step], Any], type[Exception], str]] = {
         ValueError,
         "target_tokens must be [3, 4] int64/int32, got [2, 4] int64",
     ),
-    "k": (
+    "child-coins": (
         lambda s: sample(s.logits, s.law, coins=s.row_coins, k=2),
-        NotImplementedError,
-        "k > 1 draws children of a tree; trees are not supported yet",
+        ValueError,
+        "coins must be [12, 2] float64, got [12] float64",
+    ),
+    "coins": (
+        lambda s: sample(s.logits, s.law, coins=s.child_coins),
+        ValueError,
+        "coins must be [12, 1] float64, got [12, 3] float64",
+    ),
+    "excluded": (
+        lambda s: sample(s.logits, s.law, coins=s.row_coins, excluded=s.row),
+        ValueError,
+        "excluded must be [12, ids] int64, got [3, 4] int32",
     ),
     "k-zero": (
         lambda s: sample(s.logits, s.law, coins=s.row_coins, k=0),
@@ -157,9 +175,9 @@ REFUSED: dict[str, tuple[Callable[[Step], Any], type[Exception], str]] = {
         "k must be at least 1, got 0",
     ),
     "sample-replacement": (
-        lambda s: sample(s.logits, s.law, coins=s.row_coins, replacement=True),
-        NotImplementedError,
-        "replacement=True draws children of a tree",
+        lambda s: sample(s.logits, s.law, noise=s.noise, k=2, replacement=True),
+        ValueError,
+        "replacement must be False with noise and k > 1, got True",
     ),
     "neither": (
         lambda s: sample(s.logits, s.law),

@@ -177,8 +177,8 @@ def test_a_law_that_keeps_nothing_draws_nothing(name: str) -> None:
 def test_wrong_arguments_are_refused(name: str) -> None:
     logits, law = make_rows(2, 7)
     coins, noise = make_coins(2), (torch.arange(2), torch.arange(2))
-    with pytest.raises(NotImplementedError, match="k > 1"):
-        layer(name).sample(logits, law, coins=coins, k=2)
+    with pytest.raises(ValueError, match="replacement"):
+        layer(name).sample(logits, law, noise=noise, k=2, replacement=True)
     with pytest.raises(ValueError, match="exactly one"):
         layer(name).sample(logits, law)
     with pytest.raises(ValueError, match="exactly one"):

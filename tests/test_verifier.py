@@ -239,6 +239,7 @@ def test_nothing_is_saved_with_a_model() -> None:
     verifier = Verifier("token", draft_to_target=torch.tensor([2, 0]), vocab=3)
     assert verifier.state_dict() == {}
     assert repr(verifier) == "Verifier(rule='token')"
+    assert repr(Verifier(replacement=True)) == "Verifier(rule='block', replacement=True)"
     moved: Tensor | None = verifier.to("meta").target_to_draft
     assert moved is not None
     assert moved.device.type == "meta"
@@ -267,8 +268,8 @@ def test_bad_arguments_are_refused(rule: str, problem: Problem) -> None:
         problem.verify(verifier, seeds=problem.seeds[:3])
     with pytest.raises(TypeError, match=r"target_row must be \[4, 4\] int32, got .* int64"):
         problem.verify(verifier, target_row=problem.row.long())
-    with pytest.raises(NotImplementedError, match=r"draft\.parents"):
-        problem.verify(verifier, draft=problem.draft._replace(parents=problem.row))
+    with pytest.raises(ValueError, match=r"draft\.parents must be \[4, 4\] int32, got \[4, 3\]"):
+        problem.verify(verifier, draft=problem.draft._replace(parents=problem.row[:, :3]))
     with pytest.raises(TypeError, match=r"draft\.tokens must be \[batch, nodes\]"):
         problem.verify(verifier, draft=problem.draft._replace(tokens=None))
     with pytest.raises(TypeError, match="draft must be a Draft, got NoneType"):

@@ -115,6 +115,23 @@ def tile_sums(weights: Tensor) -> list[float]:
     return sums
 
 
+def tile_sum_without(weights: Tensor, tile: int, places: list[int]) -> float:
+    """Return the sum of one tile of weights off some places, which are numbered over all tiles."""
+    start = tile * TILE
+    part = weights[start : start + TILE].clone()
+    part[[place - start for place in places if place // TILE == tile]] = 0.0
+    return float(part.sum())
+
+
+def places_of(ids: Tensor | None, wanted: list[int], width: int) -> list[int]:
+    """Return where some ids stand among `width` weights; ids without a weight are left out."""
+    if ids is None:
+        return [x for x in wanted if 0 <= x < width]
+    is_wanted = torch.isin(ids, torch.tensor(wanted, dtype=torch.int64, device=ids.device))
+    places: list[int] = is_wanted.nonzero()[:, 0].tolist()
+    return places
+
+
 def first_argmax(values: Tensor) -> int:
     """Return the first index of the largest value."""
     whole = values.numel() // TILE * TILE

@@ -1,35 +1,42 @@
-"""Accept or reject a chain of drafts, and draw the token that follows.
+"""Accept or reject the drafts of a tree, and draw the token that follows.
+
+    token rule   from the root: u_c * W * D < r(y_c) enters child c, with a = 1; the walk ends
+                 where every child is rejected
+    block rule   depth first: every child is entered, with a = min(1, r(y) / (W * D)); the first
+                 node in post-order with u < h = Z / W is kept, or else the root
+    final token  norm(r) where the walk ends; without children there, the plain target law
+
+The names are those of `_tree.py`. On a chain this is, with a_i = min(1, a_(i-1) p_i / q_i),
 
     token rule   accept y_i iff u_i * q_i(y_i) < p_i(y_i), up to the first rejection
-    block rule   a_i = min(1, a_(i-1) * p_i(y_i) / q_i(y_i))
-                 Z_i = sum_x (a_i * p_(i+1)(x) - q_(i+1)(x))+
-                 h_i = Z_i / (Z_i + (1 - a_i)), at the end of the chain h = a
-                 accept n drafts, the largest i with u_i < h_i
-    final token  the plain target law after the last draft, else norm((a_n p_(n+1) - q_(n+1))+)
+    block rule   the last node with u_i < h_i = Z_i / (Z_i + (1 - a_i)),
+                 Z_i = sum_x (a_i * p_(i+1)(x) - q_(i+1)(x))+, at the end of the chain h = a
 
-Probabilities of single ids and the scan over nodes are float64; rows are read in float32, and only
-when asked for. The token rule reads a row once it has accepted the drafts before it. The block
-rule reads from the back and stops at the first node that is kept; since Z <= a, a node with
-`u >= a` is not kept whatever its row holds.
+Rows are read when the walk needs them. The token rule reads those of the nodes that it enters.
+Under the block rule a node with a = 0 is never entered; since Z <= a, a node with `u >= a` is not
+kept whatever its row holds; and the row of a leaf is read only if the walk ends there.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from spec_kernels.eager._rows import INVALID, RowLaw, Weights, tile_sums
-from spec_kernels.eager.law import RowReader, on_same_ids
+from spec_kernels.eager._tree import (
+    Readers,
+    State,
+    Tree,
+    residual_mass,
+    set_weights,
+)
+from spec_kernels.eager.law import RowReader
 from spec_kernels.eager.sample import draw_id
 from spec_kernels.types import (
+    BAD_TREE,
     INVALID_DRAFT,
     INVALID_TARGET,
     OK,
     PAD_TOKEN,
-    ZERO_Q,
     Acceptance,
     Draft,
     Law,
@@ -37,194 +44,70 @@ from spec_kernels.types import (
 )
 
 
-class _Row(NamedTuple):
-    """A row of logits with its law."""
-
-    row: int
-    law: RowLaw
-
-
-class _Step(NamedTuple):
-    """One usable draft, with the row that judges it and the row that it was drawn from."""
-
-    token: int
-    p: _Row
-    q: _Row | None  # None = fixed
-    p_token: float
-    q_token: float
+def _walk_token(tree: Tree, coins: list[float]) -> list[State]:
+    """Return the nodes that the token rule keeps."""
+    path = [State(tree, 0, 1.0)]
+    while (child := path[-1].child) is not None:
+        gain, cost = path[-1].judge()
+        # A token that its own law excludes, of cost 0, is rejected.
+        if cost > 0.0 and coins[child.node] * cost < gain:
+            path.append(State(tree, child.node, 1.0))
+        else:
+            path[-1].reject()
+    return path
 
 
-class _Residual(NamedTuple):
-    """An unnormalised law and its sum per tile."""
-
-    weights: Weights
-    tiles: list[float]
-
-
-class _Readers(NamedTuple):
-    """The rows of a call, shared by its requests."""
-
-    target: RowReader
-    draft: RowReader | None
-    columns: Tensor | None  # [vocab] int64, draft column of each target id
-
-
-class _Chain:
-    """The drafts of one request, read one after the other up to where the chain is closed."""
-
-    def __init__(
-        self,
-        readers: _Readers,
-        request: int,
-        tokens: list[int],
-        draft_rows: list[int] | None,
-        target_rows: list[int],
-        length: int,
-    ) -> None:
-        self.readers, self._request, self._length = readers, request, length
-        self._tokens, self._draft_rows, self._target_rows = tokens, draft_rows, target_rows
-        self.last = _Row(-1, INVALID)  # the row behind the last draft, once the chain is closed
-        self.status = OK  # what closed it
-
-    def step(self, node: int) -> _Step | None:
-        """Return the draft behind `node`, None if the chain is closed there."""
-        readers, index = self.readers, self._target_rows[node]
-        p = _Row(index, readers.target.law(index, self._request))
-        self.last, self.status = p, p.law.status
-        if node == self._length or self._tokens[node + 1] == PAD_TOKEN:
-            return None
-        token, row = self._tokens[node + 1], -1
-        if self._draft_rows is not None:
-            row = self._draft_rows[node + 1]
-        q = (
-            None
-            if row == -1
-            else _Row(row, INVALID if readers.draft is None else readers.draft.law(row))
-        )
-        if not self._is_usable(token, q):
-            self.status |= INVALID_DRAFT
-        if self.status != OK:
-            return None
-        p_token = 0.0
-        if token < readers.target.vocab:
-            p_token = readers.target.probability(index, p.law, token)
-        return _Step(token, p, q, p_token, 1.0 if q is None else self._q_token(token, q))
-
-    def _is_usable(self, token: int, q: _Row | None) -> bool:
-        """Say whether a draft has an id that exists, and a valid law if it is sampled."""
-        limit = self.readers.target.vocab
-        if q is not None:
-            if q.law.status != OK:
-                return False
-            assert self.readers.draft is not None
-            if self.readers.columns is None:
-                limit = max(limit, self.readers.draft.vocab)
-        return 0 <= token < limit
-
-    def _q_token(self, token: int, q: _Row) -> float:
-        """Return the probability that the draft law gives to its token."""
-        draft, columns = self.readers.draft, self.readers.columns
-        assert draft is not None
-        column = token if columns is None else int(columns[token])
-        return draft.probability(q.row, q.law, column) if 0 <= column < draft.vocab else 0.0
+def _walk_block(tree: Tree, coins: list[float]) -> list[State]:
+    """Return the path to the node that the block rule keeps."""
+    path = [State(tree, 0, 1.0)]
+    while True:
+        state = path[-1]
+        if state.child is not None:
+            gain, cost = state.judge()
+            a = min(gain / cost, 1.0) if cost > 0.0 else 0.0
+            if a > 0.0:
+                path.append(State(tree, state.child.node, a))
+            else:
+                state.reject()
+        elif len(path) == 1 or _is_kept(state, coins[state.node]):
+            return path
+        else:
+            path.pop()
+            path[-1].reject()
 
 
-def _without(weights: Weights, token: int) -> Weights:
-    """Set the weight of one id to 0, in place."""
-    if weights.ids is not None:
-        weights.mass[weights.ids == token] = 0.0
-    elif token < weights.mass.numel():
-        weights.mass[token] = 0.0
-    return weights
+def _is_kept(state: State, coin: float) -> bool:
+    """Say whether coin < h at a node whose children are all rejected."""
+    if coin >= state.a:
+        return False
+    whole = state.whole()
+    return coin < (1.0 if whole == 0.0 else state.mass() / whole)
 
 
-def residual_mass(readers: _Readers, step: _Step, a: float) -> _Residual:
-    """Return the residual behind a rejected draft, and its mass per tile: `(a * p - q)+`, and for
-    a fixed draft `a * p` without its id."""
-    weights = readers.target.scaled(step.p.row, step.p.law, a)
-    if step.q is None:
-        _without(weights, step.token)
-    else:
-        assert readers.draft is not None
-        q = on_same_ids(weights, readers.draft, step.q.row, step.q.law, readers.columns)
-        weights.mass.sub_(q).clamp_min_(0.0)
-    return _Residual(weights, tile_sums(weights.mass))
-
-
-def _scan_token(chain: _Chain, coins: list[float]) -> tuple[int, _Step | None]:
-    """Return how many drafts the token rule accepts, and the draft that it rejects; one that its
-    own law excludes is rejected."""
-    n, step = 0, chain.step(0)
-    while step is not None and step.q_token > 0.0 and coins[n + 1] * step.q_token < step.p_token:
-        n += 1
-        step = chain.step(n)
-    return n, step
-
-
-def _scan_block(
-    chain: _Chain, coins: list[float]
-) -> tuple[int, _Step | None, float, _Residual | None]:
-    """Return how many drafts the block rule accepts, the draft behind them, `a` there, and the
-    residual if it had to be summed."""
-    steps: list[_Step] = []
-    a = [1.0]
-    # Behind a node with a = 0 nothing can be kept.
-    while a[-1] > 0.0 and (step := chain.step(len(steps))) is not None:
-        steps.append(step)
-        a.append(min(a[-1] * step.p_token / step.q_token, 1.0) if step.q_token > 0.0 else 0.0)
-    end = len(steps)
-    if coins[end] < a[end] or end == 0:
-        return end, None, 1.0, None
-    for n in range(end - 1, 0, -1):
-        if coins[n] >= a[n]:
-            continue
-        residual = residual_mass(chain.readers, steps[n], a[n])
-        mass = math.fsum(residual.tiles)
-        whole = mass + (1.0 - a[n])
-        if coins[n] < (1.0 if whole == 0.0 else mass / whole):
-            return n, steps[n], a[n], residual
-    return 0, steps[0], 1.0, None
-
-
-def accept_scan(
-    chain: _Chain, coins: list[float], rule: str
-) -> tuple[int, _Step | None, float, _Residual | None]:
-    """Return how many drafts are accepted, the draft behind them (None at the end of the chain),
-    the scale `a` of p in the residual there, and that residual if it is known.
+def accept_scan(tree: Tree, coins: list[float], rule: str) -> list[State]:
+    """Return the states of the kept nodes, root first; all children of the last are rejected.
 
     Args:
-        chain: the drafts of one request.
+        tree: the drafts of one request.
         coins: `coins[i]` judges node i.
         rule: "token" or "block".
     """
-    if rule == "block":
-        return _scan_block(chain, coins)
-    n, step = _scan_token(chain, coins)
-    return n, step, 1.0, None
+    return _walk_block(tree, coins) if rule == "block" else _walk_token(tree, coins)
 
 
-def _draw_recovered(
-    readers: _Readers, step: _Step, a: float, residual: _Residual | None, coin: float
-) -> int:
-    """Draw from the residual; where it vanishes, from p without the rejected id; where that does,
-    from p."""
-    token = draw_id(coin, *(residual or residual_mass(readers, step, a)))
+def _draw_final(state: State, coin: float) -> int:
+    """Draw from the residual; where it vanishes, from p without the rejected ids; where that does,
+    from p. `PAD_TOKEN` if the row is invalid."""
+    readers = state.tree.readers
+    if state.is_leaf:
+        p = state.tree.target(state.node)
+        return draw_id(coin, readers.target.weights(*p)) if p.law.status == OK else PAD_TOKEN
+    token = draw_id(coin, *(state.residual or residual_mass(state)))
     if token == PAD_TOKEN:
-        token = draw_id(coin, _without(readers.target.scaled(*step.p, 1.0), step.token))
-    return token if token != PAD_TOKEN else draw_id(coin, readers.target.weights(*step.p))
-
-
-def _judge(chain: _Chain, coins: list[float], final_coin: float, rule: str) -> tuple[int, int, int]:
-    """Return accepted length, final token and status of one request."""
-    n, step, a, residual = accept_scan(chain, coins, rule)
-    if step is not None:
-        status = ZERO_Q if step.q_token == 0.0 else OK
-        token = _draw_recovered(chain.readers, step, a, residual, final_coin)
-    else:
-        status, token = chain.status, PAD_TOKEN
-        if chain.last.law.status == OK:
-            token = draw_id(final_coin, chain.readers.target.weights(*chain.last))
-    return n, token, status | (INVALID_TARGET if token == PAD_TOKEN else OK)
+        without = readers.target.scaled(*state.target, 1.0)
+        set_weights(without, state.rejected, [0.0] * len(state.rejected))
+        token = draw_id(coin, without)
+    return token if token != PAD_TOKEN else draw_id(coin, readers.target.weights(*state.target))
 
 
 class _Results:
@@ -237,13 +120,20 @@ class _Results:
         self._lens: list[int] = []
         self._status: list[int] = []
 
-    def add(self, emitted: list[int], status: int) -> None:
-        """Add a request: its accepted drafts and its final token; nothing if it is absent."""
-        padding = [-1] * (self._width - len(emitted))
-        self._tokens.append(emitted + padding)
-        self._path.append([*range(len(emitted)), *padding])
-        self._lens.append(max(len(emitted) - 1, 0))
+    def add(self, path: list[int], tokens: list[int], token: int, status: int) -> None:
+        """Add a request: the nodes that it keeps, its draft tokens and its final token."""
+        padding = [-1] * (self._width - len(path))
+        self._tokens.append([*(tokens[node] for node in path[1:]), token, *padding])
+        self._path.append(path + padding)
+        self._lens.append(len(path) - 1)
         self._status.append(status)
+
+    def add_absent(self) -> None:
+        """Add a request without nodes."""
+        self._tokens.append([PAD_TOKEN] * self._width)
+        self._path.append([-1] * self._width)
+        self._lens.append(0)
+        self._status.append(OK)
 
     def tensors(self, device: torch.device) -> Acceptance:
         """Return the results as tensors."""
@@ -256,17 +146,40 @@ class _Results:
         )
 
 
-def _lengths(draft: Draft, max_depth: int) -> list[int]:
-    """Return how many drafts each request may use, -1 if it is absent."""
-    nodes = draft.tokens.shape[1]
-    return [min(min(n, nodes) - 1, max_depth) if n > 0 else -1 for n in draft.num_nodes.tolist()]
+class _Shape:
+    """Who is whose child, in every request: from `draft.parents`, or the chain."""
+
+    def __init__(self, draft: Draft, max_depth: int) -> None:
+        self._nodes, self._max_depth = draft.tokens.shape[1], max_depth
+        self._num_nodes: list[int] = draft.num_nodes.tolist()
+        self._parents = None if draft.parents is None else draft.parents.tolist()
+        self._chain = [[node + 1] for node in range(self._nodes)]
+
+    def of(self, request: int) -> tuple[list[list[int]], int, int]:
+        """Return the children of every node, the number of nodes and the status: a malformed
+        tree counts as its root, a chain ends at `max_depth`."""
+        num_nodes = min(self._num_nodes[request], self._nodes)
+        if self._parents is None or num_nodes <= 0:
+            return self._chain, min(num_nodes, self._max_depth + 1), OK
+        children = _children(self._parents[request][:num_nodes], self._max_depth)
+        return ([[]], 1, BAD_TREE) if children is None else (children, num_nodes, OK)
 
 
-def _refuse_trees(draft: Draft) -> None:
-    if draft.parents is not None:
-        raise NotImplementedError(
-            "draft.parents: trees are not supported yet; pass parents=None for a chain"
-        )
+def _children(parents: list[int], max_depth: int) -> list[list[int]] | None:
+    """Return the children of every node, None if the parents are no tree of that depth."""
+    children: list[list[int]] = [[] for _ in parents]
+    depth = [0] * len(parents)
+    for node, parent in enumerate(parents[1:], start=1):
+        if not 0 <= parent < node or depth[parent] == max_depth:
+            return None
+        depth[node] = depth[parent] + 1
+        children[parent].append(node)
+    return children if parents[0] == -1 else None
+
+
+def _present(children: list[int], num_nodes: int) -> list[int]:
+    """Return the children that exist."""
+    return [node for node in children if node < num_nodes]
 
 
 def accept(
@@ -285,20 +198,19 @@ def accept(
     """Verify drafts against the target's laws; the emitted tokens follow the target's law exactly.
 
     Args:
-        draft: a chain per request.
+        draft: a chain or a tree per request.
         target_logits: `[rows, vocab]` float32, float16 or bfloat16, any strides.
         target_law: laws of the rows, or the requests' parameters; None if they are probabilities.
         target_row: `[batch, nodes] int32`, the row computed at each node.
         accept_coins: `[batch, nodes] float64`; column i judges node i.
         final_coins: `[batch] float64`, draw the final tokens.
         rule: "block" or "token".
-        replacement: no effect on a chain.
-        max_depth: most drafts to accept.
+        replacement: whether sampled siblings were drawn with replacement.
+        max_depth: most drafts to accept; a deeper tree is malformed, a chain is cut.
         target_to_draft: `[vocab] int32`, draft column of each target id, -1 = none.
 
     Raises:
         ValueError: another rule.
-        NotImplementedError: `draft.parents` is given.
 
     Example:
         >>> draft = Draft(torch.tensor([[9, 1]]), torch.tensor([2]))
@@ -308,61 +220,67 @@ def accept(
         >>> accept(draft, p, None, rows, coins, coins[:, 0], max_depth=1).output_tokens
         tensor([[1, 1]])
     """
-    _refuse_trees(draft)
     if rule not in ("block", "token"):
         raise ValueError(f'rule must be "block" or "token", got {rule!r}')
     target = RowReader(target_logits, target_law)
-    readers = _Readers(
+    readers = Readers(
         target,
         None if draft.logits is None else RowReader(draft.logits, draft.law, width=target.vocab),
         None if target_to_draft is None else target_to_draft.long(),
+        replacement,
+        torch.empty(target.vocab, device=target_logits.device),
     )
     tokens, target_rows = draft.tokens.tolist(), target_row.tolist()
     draft_rows = None if draft.row is None else draft.row.tolist()
     coins, finals = accept_coins.tolist(), final_coins.tolist()
-    results = _Results(max_depth)
-    for b, length in enumerate(_lengths(draft, max_depth)):
-        if length < 0:
-            results.add([], OK)
+    shape, results = _Shape(draft, max_depth), _Results(max_depth)
+    for b in range(len(tokens)):
+        children, num_nodes, status = shape.of(b)
+        if num_nodes <= 0:
+            results.add_absent()
             continue
         rows = None if draft_rows is None else draft_rows[b]
-        chain = _Chain(readers, b, tokens[b], rows, target_rows[b], length)
-        n, token, status = _judge(chain, coins[b], finals[b], rule)
-        results.add([*tokens[b][1 : n + 1], token], status)
+        tree = Tree(readers, b, tokens[b], rows, target_rows[b], children, num_nodes)
+        path = accept_scan(tree, coins[b], rule)
+        token = _draw_final(path[-1], finals[b])
+        status |= path[-1].status | (INVALID_TARGET if token == PAD_TOKEN else OK)
+        results.add([state.node for state in path], tokens[b], token, status)
     return results.tensors(target_logits.device)
 
 
 def match(draft: Draft, target_tokens: Tensor, *, max_depth: int) -> Acceptance:
-    """Accept drafts while they equal the target's own tokens; then emit the target's token.
+    """Accept drafts while one equals the target's own token; then emit the target's token.
 
     The verification of greedy decoding and of coupled sampling; laws are not read.
 
     Args:
-        draft: a chain per request.
+        draft: a chain or a tree per request.
         target_tokens: `[batch, nodes]` int64 or int32, the target's token after each node;
             negative marks an invalid row.
-        max_depth: most drafts to accept.
-
-    Raises:
-        NotImplementedError: `draft.parents` is given.
+        max_depth: most drafts to accept; a deeper tree is malformed, a chain is cut.
 
     Example:
         >>> draft = Draft(torch.tensor([[9, 4, 5]]), torch.tensor([3]))
         >>> match(draft, torch.tensor([[4, 6, 7]]), max_depth=2).output_tokens
         tensor([[ 4,  6, -1]])
     """
-    _refuse_trees(draft)
-    results = _Results(max_depth)
+    shape, results = _Shape(draft, max_depth), _Results(max_depth)
     tokens, own_tokens = draft.tokens.tolist(), target_tokens.tolist()
-    for b, length in enumerate(_lengths(draft, max_depth)):
-        if length < 0:
-            results.add([], OK)
+    for b, (drafts, own) in enumerate(zip(tokens, own_tokens, strict=True)):
+        children, num_nodes, status = shape.of(b)
+        if num_nodes <= 0:
+            results.add_absent()
             continue
-        drafts, own, n = tokens[b][1:], own_tokens[b], 0
-        while n < length and own[n] >= 0 and drafts[n] == own[n]:
-            n += 1
-        status = OK if own[n] >= 0 else INVALID_TARGET
-        if n < length and drafts[n] < PAD_TOKEN:
+        path, following = [0], _present(children[0], num_nodes)
+        while own[path[-1]] >= 0:
+            same = next((node for node in following if drafts[node] == own[path[-1]]), None)
+            if same is None:
+                break
+            path.append(same)
+            following = _present(children[same], num_nodes)
+        token = own[path[-1]]
+        if any(drafts[node] < PAD_TOKEN for node in following):
             status |= INVALID_DRAFT
-        results.add([*drafts[:n], max(own[n], PAD_TOKEN)], status)
+        status |= OK if token >= 0 else INVALID_TARGET
+        results.add(path, drafts, max(token, PAD_TOKEN), status)
     return results.tensors(draft.tokens.device)

@@ -1,7 +1,10 @@
-"""Draw tokens from laws: by one coin per row, by argmax, or by coupled noise.
+"""Draw tokens from laws: by coins, by argmax, or by coupled noise.
 
 coin    the first id whose cumulative weight exceeds coin * total, in id order: tile, then id
 noise   argmax of log p(x) + g(seed, position, x), the same for every drafter and draft length
+
+Of k tokens drawn without replacement each one leaves the law, and its tile is summed again: what
+is left is never a difference. With noise they are the k largest.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spec_kernels.eager._rows import TILE, RowLaw, Weights, first_argmax, tile_sums
+from spec_kernels.eager._rows import (
+    TILE,
+    Weights,
+    first_argmax,
+    places_of,
+    tile_sum_without,
+    tile_sums,
+)
 from spec_kernels.eager.law import RowReader
 from spec_kernels.eager.random import exponential, exponential_rows
 from spec_kernels.types import OK, PAD_TOKEN, Law
@@ -78,14 +88,45 @@ class _Noise:
         return noise if ids is None else noise[ids]
 
 
-def _race(reader: RowReader, row: int, law: RowLaw, noise: _Noise) -> int:
-    """Return the id with the largest `weight / E`: that of `log p + g`, the first in a tie."""
-    ids, mass = reader.weights(row, law)
-    arrivals = mass / noise.at(row, ids)
-    if not arrivals.numel() or not float(arrivals.amax()) > 0.0:
-        return PAD_TOKEN
-    first = first_argmax(arrivals)
-    return first if ids is None else int(ids[first])
+def _race(weights: Weights, noise: Tensor, k: int, excluded: list[int]) -> list[int]:
+    """Return the k ids with the largest `weight / E`: those of `log p + g`, the first in a tie."""
+    ids, mass = weights
+    arrivals, drawn = mass / noise, list[int]()
+    for place in places_of(ids, excluded, mass.numel()):
+        arrivals[place] = 0.0
+    while len(drawn) < k and arrivals.numel() and float(arrivals.amax()) > 0.0:
+        first = first_argmax(arrivals)
+        arrivals[first] = 0.0
+        drawn.append(first if ids is None else int(ids[first]))
+    return drawn
+
+
+def _draw_ids(
+    coins: list[float], weights: Weights, replacement: bool, excluded: list[int], buffer: Tensor
+) -> list[int]:
+    """Draw an id per coin from weights without the excluded ids and, unless with replacement,
+    without those drawn before."""
+    ids, mass = weights
+    tiles = tile_sums(mass)
+    if len(coins) > 1 or excluded:
+        mass = buffer[: mass.numel()].copy_(mass)  # the reader's weights are not ours to write
+
+    def remove(places: list[int]) -> None:
+        for tile in {place // TILE for place in places}:
+            tiles[tile] = tile_sum_without(mass, tile, places)
+        for place in places:
+            mass[place] = 0.0
+
+    remove(places_of(ids, excluded, mass.numel()))
+    drawn: list[int] = []
+    for coin in coins:
+        place = draw(coin, mass, tiles)
+        if place == PAD_TOKEN:
+            break
+        drawn.append(place if ids is None else int(ids[place]))
+        if not replacement and len(drawn) < len(coins):
+            remove([place])
+    return drawn
 
 
 def sample(
@@ -96,47 +137,58 @@ def sample(
     noise: tuple[Tensor, Tensor] | None = None,
     k: int = 1,
     replacement: bool = False,
+    excluded: Tensor | None = None,
 ) -> Tensor:
-    """Sample one token per row from its law.
+    """Sample k tokens per row from its law.
 
     Args:
         logits: `[rows, vocab]` float32, float16 or bfloat16, any strides.
         law: laws of the rows; None if they are probabilities.
-        coins: `[rows] float64` in [0, 1); the inverse cumulative sum in id order decides.
+        coins: `[rows, k] float64` in [0, 1), or `[rows]` at k = 1; column j draws token j, by the
+            inverse cumulative sum in id order.
         noise: seeds and positions, each `[rows] int64`; the position is that of the token to be
             emitted.
-        k: 1.
-        replacement: no effect at `k = 1`.
+        k: tokens per row.
+        replacement: whether a token stays in the law after it was drawn.
+        excluded: `[rows, m] int64`, ids that leave the law first; those outside it are skipped.
 
     Returns:
-        tokens `[rows, 1] int64`; greedy rows give `law.argmax`, invalid ones `PAD_TOKEN`.
+        tokens `[rows, k] int64`; `PAD_TOKEN` behind the last one where the law has fewer. A greedy
+        row has one, `law.argmax`; an invalid one none.
 
     Raises:
-        ValueError: not exactly one of coins and noise is given.
-        NotImplementedError: k > 1.
+        ValueError: not exactly one of coins and noise is given, or k > 1 tokens shall be drawn by
+            noise with replacement.
 
     Example:
         >>> p = torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
-        >>> sample(p, None, coins=torch.tensor([0.3, 0.9], dtype=torch.float64))
-        tensor([[1],
-                [0]])
+        >>> coins = torch.tensor([[0.3, 0.9], [0.9, 0.9]], dtype=torch.float64)
+        >>> sample(p, None, coins=coins, k=2)
+        tensor([[ 1,  2],
+                [ 0, -1]])
     """
-    if k > 1:
-        raise NotImplementedError("k > 1 draws children of a tree; trees are not supported yet")
     if (coins is None) == (noise is None):
         raise ValueError("exactly one of coins and noise must be given")
+    if noise is not None and replacement and k > 1:
+        raise ValueError(
+            "replacement must be False with noise and k > 1: it gives one order of ids"
+        )
     reader = RowReader(logits, law)
-    given = [] if coins is None else coins.tolist()
+    given = [] if coins is None else coins.reshape(reader.rows, k).tolist()
+    banned = [[]] * reader.rows if excluded is None else excluded.tolist()
     race = None if noise is None else _Noise(*noise, reader.vocab)
-    tokens = [PAD_TOKEN] * reader.rows
+    buffer = torch.empty(reader.vocab, device=logits.device)
+    tokens = [[PAD_TOKEN] * k for _ in range(reader.rows)]
     for row in range(reader.rows):
-        row_law = reader.law(row)
+        row_law, out = reader.law(row), banned[row]
         if row_law.status != OK:
             continue
         if row_law.inv_temperature == 0.0:
-            tokens[row] = row_law.argmax
+            drawn = [row_law.argmax] * (0 if row_law.argmax in out else k if replacement else 1)
         elif race is not None:
-            tokens[row] = _race(reader, row, row_law, race)
+            weights = reader.weights(row, row_law)
+            drawn = _race(weights, race.at(row, weights.ids), k, out)
         else:
-            tokens[row] = draw_id(given[row], reader.weights(row, row_law))
-    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+            drawn = _draw_ids(given[row], reader.weights(row, row_law), replacement, out, buffer)
+        tokens[row][: len(drawn)] = drawn
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device).reshape(-1, k)

@@ -8,6 +8,7 @@ from torch import Tensor
 from spec_kernels import ops
 from spec_kernels._check import check, require
 from spec_kernels.ops._arguments import check_draft, check_logits, check_params
+from spec_kernels.tree import depths
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, SamplingParams, invert_id_map
 
 RULES = ("block", "token", "coupled")
@@ -19,11 +20,14 @@ class Verifier(torch.nn.Module):
         block, token    coins -> accept                  drafts drawn with `draft_coins`
         coupled         row_law -> sample -> match       drafts drawn with the same noise
 
-    The output follows the target's law under each rule. "coupled" besides gives the very text
-    that plain decoding gives under the same seed, whatever the drafter.
+    The output follows the target's law under each rule, on chains and on trees. "coupled" besides
+    gives the very text that plain decoding gives under the same seed, whatever the drafter; its
+    noise is that of position root + depth + 1 at every node.
 
     Args:
         rule: "block", "token" or "coupled".
+        replacement: whether sampled siblings of a tree were drawn with replacement; "coupled"
+            does not ask.
         draft_to_target: `[draft_vocab] int64`, the target id of each column of the draft logits,
             for a draft model with its own vocabulary; None where the ids are the target's.
         vocab: size of the target's vocabulary; given iff draft_to_target is.
@@ -47,6 +51,7 @@ class Verifier(torch.nn.Module):
         self,
         rule: str = "block",
         *,
+        replacement: bool = False,
         draft_to_target: Tensor | None = None,
         vocab: int | None = None,
     ) -> None:
@@ -57,7 +62,7 @@ class Verifier(torch.nn.Module):
             "draft_to_target and vocab must be given together, got "
             + ("vocab" if draft_to_target is None else "draft_to_target"),
         )
-        self.rule = rule
+        self.rule, self.replacement = rule, replacement
         target_to_draft = None
         if draft_to_target is not None and vocab is not None:
             target_to_draft = invert_id_map(draft_to_target, vocab)
@@ -74,10 +79,10 @@ class Verifier(torch.nn.Module):
         target_row: Tensor | None = None,
         max_depth: int | None = None,
     ) -> Acceptance:
-        """Accept a prefix of each draft, then one recovered or bonus token.
+        """Keep a path of each draft, then emit one recovered or bonus token.
 
         Args:
-            draft: `Draft` of chains.
+            draft: `Draft` of chains or trees.
             target_logits: `[rows, vocab] float32/float16/bfloat16`, raw.
             params: `SamplingParams`, one entry per request.
             seeds: `[batch] int64`.
@@ -85,7 +90,8 @@ class Verifier(torch.nn.Module):
             target_row: `[batch, nodes] int32`, the row of target_logits computed at each node;
                 by default row `b * nodes + i`, the padded layout. Under "coupled" no two nodes
                 may share a row.
-            max_depth: most drafts to keep; by default nodes - 1.
+            max_depth: most drafts to keep; by default nodes - 1, which any tree fits in. The
+                results are as wide: give a tree's depth where it is known.
 
         Returns:
             `Acceptance` with max_depth + 1 columns.
@@ -93,7 +99,6 @@ class Verifier(torch.nn.Module):
         Raises:
             TypeError: an argument has another dtype or type.
             ValueError: shapes or devices do not fit.
-            NotImplementedError: draft.parents is given.
         """
         batch, nodes, device = check_draft(draft)
         check_logits("target_logits", target_logits, device)
@@ -118,13 +123,14 @@ class Verifier(torch.nn.Module):
             accept_coins,
             final_coins,
             rule=self.rule,
+            replacement=self.replacement,
             max_depth=max_depth,
             target_to_draft=self.target_to_draft,
         )
 
     def extra_repr(self) -> str:
         """Name the rule when the module is printed."""
-        return f"rule={self.rule!r}"
+        return f"rule={self.rule!r}" + (", replacement=True" if self.replacement else "")
 
     def _target_tokens(
         self,
@@ -152,7 +158,8 @@ class Verifier(torch.nn.Module):
             return column[:rows]
 
         request = to_rows(torch.arange(batch, dtype=torch.int32, device=device)[:, None])
-        positions = to_rows(root_positions[:, None] + node + 1)
+        depth = node if draft.parents is None else depths(draft.parents, draft.num_nodes)
+        positions = to_rows(root_positions[:, None] + depth + 1)
         law = ops.row_law(target_logits, params, request)
         drawn = ops.sample(target_logits, law, noise=(to_rows(seeds[:, None]), positions))
         return torch.cat([drawn.flatten(), drawn.new_full((1,), PAD_TOKEN)])[slot]

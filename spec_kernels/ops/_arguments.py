@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import FLOATS, IDS, check, fits
+from spec_kernels.tree import MAX_NODES
 from spec_kernels.types import Draft, Law, SamplingParams
 
 _LAW_DTYPES = (
@@ -51,19 +52,19 @@ def check_params(name: str, params: object, device: torch.device, batch: int | N
 
 
 def check_draft(draft: object) -> tuple[int, int, torch.device]:
-    """Check a `Draft` of chains and return its `batch`, `nodes` and device."""
+    """Check a `Draft` and return its `batch`, `nodes` and device."""
     if not isinstance(draft, Draft):
         raise TypeError(f"draft must be a Draft, got {type(draft).__name__}")
-    if draft.parents is not None:
-        raise NotImplementedError(
-            "draft.parents: trees are not supported yet; pass parents=None for a chain"
-        )
     check("draft.tokens", draft.tokens, ("batch", "nodes"), IDS)
     batch, nodes = draft.tokens.shape
     device = draft.tokens.device
     if nodes == 0:
         raise ValueError(f"draft.tokens must have a column for the root, got [{batch}, 0]")
     check("draft.num_nodes", draft.num_nodes, (batch,), torch.int32, device)
+    if draft.parents is not None:
+        check("draft.parents", draft.parents, (batch, nodes), torch.int32, device)
+        if nodes > MAX_NODES:
+            raise ValueError(f"draft.parents must have at most {MAX_NODES} columns, got {nodes}")
     if draft.row is not None:
         check("draft.row", draft.row, (batch, nodes), torch.int32, device)
     if draft.logits is not None:
