@@ -210,6 +210,102 @@ class Acceptance(NamedTuple):
     status: Tensor
 
 
+class OutOfBlocks(RuntimeError):  # noqa: N818  (named by what happened, as StopIteration is)
+    """A cache has too few free blocks for what was asked; raised before anything changed.
+
+    Attributes:
+        missing: blocks that must be freed before the same call can succeed.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        self.missing = needed - free
+        super().__init__(f"{needed} blocks needed, {free} free: {self.missing} missing")
+
+
+class CacheTensors(NamedTuple):
+    """Tensors whose rows move together, with the table by which one launch reaches them all.
+
+    Keys, values, scales, latent rows or recurrent states of every layer. Made once per cache by
+    `make`; the tensors stay where they are as long as it is used.
+
+    Attributes:
+        tensors: each `[blocks, block_size, ...]`, or `[batch, max_len, ...]` if contiguous; any
+            dtype. A *row* is what two indices leave.
+        table: `[tensors, 10] int64` on their device: address; bytes from one block, slot and head
+            to the next; bytes of one head's row; heads; bytes of one move (16 or 1); block size;
+            blocks; group.
+        addresses: of each tensor, to notice that one was moved.
+        rows: heads and bytes of one head's row of each tensor, one after the other.
+        groups: number of block tables that the tensors use.
+    """
+
+    tensors: tuple[Tensor, ...]
+    table: Tensor
+    addresses: tuple[int, ...]
+    rows: tuple[int, ...]
+    groups: int
+
+    @staticmethod
+    def make(tensors: Sequence[Tensor], groups: Sequence[int] | None = None) -> CacheTensors:
+        """Describe tensors where they lie.
+
+        Args:
+            tensors: at least one, on one device; at least two dimensions, any strides by which a
+                row is a number of equally distant pieces of adjacent elements (heads).
+            groups: which block table each tensor uses; None = table 0 for all.
+
+        Raises:
+            ValueError: there is no tensor; devices differ; a tensor has too few dimensions, no
+                element, elements above 8 bytes, rows that overlap, or rows scattered in more than
+                one way; or groups are not one non-negative int per tensor.
+
+        Example:
+            >>> keys = torch.zeros(8, 16, 2, 64)  # [blocks, block_size, kv_heads, head_dim]
+            >>> CacheTensors.make([keys, keys.clone()]).rows
+            (1, 512, 1, 512)
+        """
+        tensors = tuple(tensors)
+        require(len(tensors) > 0, "tensors must have at least one tensor, got none")
+        groups = [0] * len(tensors) if groups is None else list(groups)
+        fits = len(groups) == len(tensors) and min(groups) >= 0
+        require(fits, f"groups must be {len(tensors)} numbers of block tables, got {groups}")
+        devices = {tensor.device for tensor in tensors}
+        require(len(devices) == 1, f"tensors must be on one device, got {len(devices)}")
+        table = [[*_geometry(x), group] for x, group in zip(tensors, groups, strict=True)]
+        return CacheTensors(
+            tensors,
+            torch.tensor(table, dtype=torch.int64, device=tensors[0].device),
+            tuple(row[0] for row in table),
+            tuple(number for row in table for number in (row[5], row[4])),
+            max(groups) + 1,
+        )
+
+
+def _geometry(tensor: Tensor) -> list[int]:
+    """Return the first nine columns of `CacheTensors.table`."""
+    layout = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+    has_rows = tensor.dim() >= 2 and tensor.numel() > 0
+    require(has_rows, f"tensors must be [blocks, block_size, ...] with elements, got {layout}")
+    item, size = tensor.element_size(), list(tensor.shape)
+    require(item <= 8, f"elements of tensors must have at most 8 bytes, got {item}")
+    step = [item * s if n > 1 else 0 for n, s in zip(size, tensor.stride(), strict=True)]
+    apart = all(s > 0 for n, s in zip(size, step, strict=True) if n > 1)
+    require(apart, f"rows of tensors must not overlap, got {layout}")
+    parts: list[tuple[int, int]] = []  # count and distance of pieces, outermost first
+    for n, s in zip(size[2:], step[2:], strict=True):
+        if n > 1 and parts and parts[-1][1] == n * s:
+            parts[-1] = (parts[-1][0] * n, s)
+        elif n > 1:
+            parts.append((n, s))
+    row = parts.pop()[0] * item if parts and parts[-1][1] == item else item
+    require(len(parts) < 2, f"a row of a tensor must be pieces at one distance, got {layout}")
+    heads, head_step = parts[0] if parts else (1, 0)
+    address = tensor.data_ptr()
+    aligned = all(x % 16 == 0 for x in (address, step[0], step[1], head_step, row))
+    move = 16 if aligned else 1
+    return [address, *step[:2], head_step, row, heads, move, size[1], size[0]]
+
+
 def invert_id_map(draft_to_target: Tensor, vocab: int) -> Tensor:
     """Turn a draft -> target id map into the map that `accept` and `overlap` read.
 

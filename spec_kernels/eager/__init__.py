@@ -5,6 +5,7 @@ for: the token rule stops at the first rejection of a request and leaves the row
 """
 
 from spec_kernels.eager.accept import accept, match
+from spec_kernels.eager.cache import append_cache, compact_cache, compact_hidden, select_state
 from spec_kernels.eager.law import adjust_logits_, overlap, row_law
 from spec_kernels.eager.random import coins, draft_coins
 from spec_kernels.eager.sample import sample
@@ -12,10 +13,14 @@ from spec_kernels.eager.sample import sample
 __all__ = [
     "accept",
     "adjust_logits_",
+    "append_cache",
     "coins",
+    "compact_cache",
+    "compact_hidden",
     "draft_coins",
     "match",
     "overlap",
     "row_law",
     "sample",
+    "select_state",
 ]

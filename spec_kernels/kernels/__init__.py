@@ -1,6 +1,7 @@
 """The operations in Triton, for CUDA and ROCm; on CPU tensors inside `testing.interpreted`."""
 
 from spec_kernels.kernels.accept import accept, match
+from spec_kernels.kernels.cache import append_cache, compact_cache, compact_hidden, select_state
 from spec_kernels.kernels.law import adjust_logits_, overlap, row_law
 from spec_kernels.kernels.random import coins, draft_coins
 from spec_kernels.kernels.sample import sample
@@ -8,10 +9,14 @@ from spec_kernels.kernels.sample import sample
 __all__ = [
     "accept",
     "adjust_logits_",
+    "append_cache",
     "coins",
+    "compact_cache",
+    "compact_hidden",
     "draft_coins",
     "match",
     "overlap",
     "row_law",
     "sample",
+    "select_state",
 ]

@@ -6,6 +6,7 @@ operation is registered as `torch.ops.spec_kernels.<name>` with flat arguments, 
 """
 
 from spec_kernels.ops.accept import accept, match
+from spec_kernels.ops.cache import append_cache, compact_cache, compact_hidden, select_state
 from spec_kernels.ops.law import adjust_logits_, overlap, row_law
 from spec_kernels.ops.random import coins, draft_coins
 from spec_kernels.ops.sample import sample
@@ -13,10 +14,14 @@ from spec_kernels.ops.sample import sample
 __all__ = [
     "accept",
     "adjust_logits_",
+    "append_cache",
     "coins",
+    "compact_cache",
+    "compact_hidden",
     "draft_coins",
     "match",
     "overlap",
     "row_law",
     "sample",
+    "select_state",
 ]

@@ -4,6 +4,7 @@ Only tests, benchmarks and the conformance kit import it.
 """
 
 from spec_kernels.reference.accept import accept, match
+from spec_kernels.reference.cache import append_cache, compact_cache, compact_hidden, select_state
 from spec_kernels.reference.law import adjust_logits_, overlap, row_law
 from spec_kernels.reference.random import coins, draft_coins
 from spec_kernels.reference.sample import sample
@@ -11,10 +12,14 @@ from spec_kernels.reference.sample import sample
 __all__ = [
     "accept",
     "adjust_logits_",
+    "append_cache",
     "coins",
+    "compact_cache",
+    "compact_hidden",
     "draft_coins",
     "match",
     "overlap",
     "row_law",
     "sample",
+    "select_state",
 ]
