@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,12 +128,20 @@ class Problem:
         row = self.logits[0][self.number(prefix)].tolist()
         return row if self.as_probabilities else self.target.apply(row)
 
+    @cached_property
+    def tails(self) -> dict[tuple[int, ...], Tensor]:
+        """What `tail` found so far."""
+        return {}
+
     def tail(self, prefix: tuple[int, ...]) -> Tensor:
         """Return the target's joint law of the tokens behind `prefix`, gamma + 1 in all."""
         if len(prefix) == self.gamma + 1:
             return torch.ones((), dtype=torch.float64)
-        law = self.plain(prefix)
-        return torch.stack([law[x] * self.tail((*prefix, x)) for x in range(self.vocab)])
+        if prefix not in self.tails:
+            law = self.plain(prefix)
+            behind = [law[x] * self.tail((*prefix, x)) for x in range(self.vocab)]
+            self.tails[prefix] = torch.stack(behind)
+        return self.tails[prefix]
 
     def propose(self) -> list[int]:
         """Draft a chain with the reference's own `sample`; call it under `outcomes`."""
@@ -166,13 +174,19 @@ class Problem:
         target_row = torch.tensor([numbers + [0] * len(padding)], dtype=torch.int32)
         return draft, target_row
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `accept` besides the rule."""
+        depth = self.gamma if self.max_depth is None else self.max_depth
+        return {"max_depth": depth, "target_to_draft": self.target_to_draft}
+
     def results(self, accept: Accept, rule: str) -> Iterator[tuple[float, Acceptance]]:
         """Yield every outcome of drafting and verifying with its probability."""
-        coins = torch.full((1, self.gamma + 1), 0.5, dtype=torch.float64)  # not looked at
         for drafted, tokens in outcomes(self.propose):
             draft, target_row = self.step(tokens)
 
             def verify(draft: Draft = draft, target_row: Tensor = target_row) -> Acceptance:
+                coins = torch.full(target_row.shape, 0.5, dtype=torch.float64)  # not looked at
                 return accept(
                     draft,
                     self.logits[0],
@@ -181,19 +195,22 @@ class Problem:
                     coins,
                     coins[:, 0],
                     rule=rule,
-                    max_depth=self.gamma if self.max_depth is None else self.max_depth,
-                    target_to_draft=self.target_to_draft,
+                    **self.options,
                 )
 
             for weight, result in outcomes(verify):
                 yield drafted * weight, result
 
     def measure(self, accept: Accept, rule: str) -> Measured:
+        """Compare the law of every outcome with the target's."""
+        return self.sum_up(self.results(accept, rule))
+
+    def sum_up(self, results: Iterator[tuple[float, Acceptance]]) -> Measured:
         """Sum every outcome: the law of the next gamma + 1 tokens is that of the emitted ones,
         then the target's own."""
         joint = torch.zeros([self.vocab] * (self.gamma + 1), dtype=torch.float64)
         mean = 0.0
-        for weight, result in self.results(accept, rule):
+        for weight, result in results:
             n = int(result.accepted_lens[0])
             mean += weight * n
             emitted = tuple(result.output_tokens[0, : n + 1].tolist())
