@@ -91,6 +91,83 @@ def test_it_is_coins_then_accept(rule: str, problem: Problem) -> None:
     assert 0 < int(want.accepted_lens.sum()) < 8  # the problem is neither easy nor hopeless
 
 
+TREE = torch.tensor([[-1, 0, 0, 2]] * BATCH, dtype=torch.int32)
+DEPTH = torch.tensor([0, 1, 1, 2])
+
+
+def as_tree(problem: Problem) -> Draft:
+    """Return drafts of a root with two children, drawn with replacement from laws far from the
+    target's, the second of which has a child."""
+    logits = problem.draft.logits + torch.randn(ROWS, VOCAB)
+    request = torch.arange(BATCH, dtype=torch.int32).repeat_interleave(NODES)
+    law = row_law(logits, problem.params, request)
+    draws = torch.rand(ROWS, 2, dtype=torch.float64)
+    siblings = sample(logits, law, coins=draws, k=2, replacement=True)[::NODES]
+    tokens = torch.cat([problem.draft.tokens[:, :1], siblings, problem.draft.tokens[:, 3:]], 1)
+    row = problem.draft.row.clone()
+    row[:, 2] = row[:, 1]
+    return Draft(tokens, problem.draft.num_nodes, TREE, logits, law, row)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_tree_is_coins_then_accept(rule: str, replacement: bool, problem: Problem) -> None:
+    verifier = Verifier(rule, replacement=replacement)
+    kept, differ = 0, 0
+    for offset in range(60):
+        draft = as_tree(problem)
+        seeds = problem.seeds + offset
+        accept_coins, final_coins = coins(seeds, problem.positions, NODES)
+        want, other = (
+            accept(
+                draft,
+                problem.logits,
+                problem.params,
+                problem.row,
+                accept_coins,
+                final_coins,
+                rule=rule,
+                replacement=mode,
+                max_depth=2,
+            )
+            for mode in (replacement, not replacement)
+        )
+        assert_equal(problem.verify(verifier, draft=draft, seeds=seeds, max_depth=2), want)
+        kept += int((want.path == 2).sum())
+        differ += int((want.status != other.status).sum())
+    assert kept > 0
+    assert differ > 0
+
+
+def test_coupled_trees_emit_what_plain_decoding_draws(problem: Problem) -> None:
+    """Every node's noise is that of its depth: siblings and cousins share a position. The
+    children stand for what follows the same token, so the rows of cousins are equal here."""
+    request = torch.arange(BATCH, dtype=torch.int32).repeat_interleave(NODES)
+    law = row_law(problem.logits, problem.params, request)
+    depths = [0] * 3
+    for offset in range(20):
+        seeds = problem.seeds + offset
+        positions = (problem.positions[:, None] + DEPTH + 1).flatten()
+        own = sample(problem.logits, law, noise=(seeds.repeat_interleave(NODES), positions))
+        own = own.view(BATCH, NODES)
+        # The second child is what the target draws; its child is now and then.
+        tokens = problem.draft.tokens.clone()
+        tokens[:, 1], tokens[:, 2] = (own[:, 0] + 1) % VOCAB, own[:, 0]
+        if offset % 2:
+            tokens[:, 3] = own[:, 2]
+        draft = problem.draft._replace(tokens=tokens, parents=TREE)
+        got = problem.verify(Verifier("coupled"), draft=draft, seeds=seeds)
+        for b in (0, 1, 3):
+            wide = int(draft.num_nodes[b]) == NODES and bool(tokens[b, 3] == own[b, 2])
+            path = [0, 2, 3] if wide else [0, 2]
+            depths[len(path) - 1] += 1
+            emitted = [*tokens[b, path[1:]].tolist(), int(own[b, path[-1]])]
+            assert got.output_tokens[b, : len(path)].tolist() == emitted
+            assert got.path[b, : len(path)].tolist() == path
+            assert int(got.accepted_lens[b]) == len(path) - 1
+    assert min(depths[1:]) > 0
+
+
 def test_the_rule_matters_and_block_is_the_default(problem: Problem) -> None:
     def outputs(verifier: Verifier) -> list[Any]:
         return [
@@ -219,6 +296,8 @@ def test_it_compiles_without_graph_breaks(rule: str, problem: Problem) -> None:
     verifier = Verifier(rule)
     compiled = torch.compile(verifier, backend="aot_eager", fullgraph=True)
     assert_equal(problem.verify(compiled), problem.verify(verifier))
+    tree = as_tree(problem)
+    assert_equal(problem.verify(compiled, draft=tree), problem.verify(verifier, draft=tree))
 
 
 @pytest.mark.parametrize("rule", RULES)
