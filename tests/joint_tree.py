@@ -49,6 +49,15 @@ class TreeProblem(Problem):
     def children(self, node: int) -> list[int]:
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
+    def height(self, node: int) -> int:
+        return max((1 + self.height(child) for child in self.children(node)), default=0)
+
+    @property
+    def is_deepest_first(self) -> bool:
+        """Say whether no sibling has deeper drafts below it than one before."""
+        heights = [[self.height(c) for c in self.children(v)] for v in range(len(self.parents))]
+        return all(row == sorted(row, reverse=True) for row in heights)
+
     def draft_number(self, prefix: Prefix) -> int:
         """Return the draft row behind `prefix`."""
         return self.number((0,) * len(prefix) if self.row_per_depth else prefix)
