@@ -25,6 +25,7 @@ from spec_kernels import (
     row_law,
     sample,
 )
+from tests import attention_cases
 from tests.steps import NODES, Step
 
 
@@ -77,6 +78,7 @@ def calls(step: Step) -> dict[str, Callable[[], Any]]:
         "match-tree": lambda: match(step.tree, step.tokens, max_depth=2),
         "match": lambda: match(step.draft, step.tokens, max_depth=NODES + 1),
         "match-int32": lambda: match(step.draft, step.tokens.int(), max_depth=0),
+        **attention_cases.operations(),
     }
 
 
