@@ -1,5 +1,6 @@
-"""Thin `torch.nn` modules over the operations: no logic that `ops` lacks."""
+"""Thin `torch.nn` modules over the operations, and the KV caches: no logic that `ops` lacks."""
 
+from spec_kernels.nn.cache import ContiguousKVCache, KVShape, PagedKVCache, SlidingWindowKVCache
 from spec_kernels.nn.verifier import Verifier
 
-__all__ = ["Verifier"]
+__all__ = ["ContiguousKVCache", "KVShape", "PagedKVCache", "SlidingWindowKVCache", "Verifier"]
