@@ -28,19 +28,26 @@ from torch import Tensor
 
 from spec_kernels._check import require
 from spec_kernels.nn.verifier import Verifier
-from spec_kernels.proposers.base import DecodingState, Proposer, Session, needed_width, root_draft
-from spec_kernels.requests import Adjustments, Chunk, Generation, Request, check_ids
-from spec_kernels.stats import DecoderStats, Stopwatch
+from spec_kernels.proposers.base import (
+    DecodingState,
+    Proposer,
+    Session,
+    fit_draft,
+    parents_of_tested,
+    root_draft,
+)
+from spec_kernels.requests import (
+    Adjustments,
+    Chunk,
+    Generation,
+    Request,
+    check_ids,
+    stack_params,
+)
+from spec_kernels.stats import DecoderStats, Stopwatch, cut_below
 from spec_kernels.stopping import Detokenize, StopScanner
 from spec_kernels.targets import Target, TargetOutput
-from spec_kernels.types import (
-    INVALID_DRAFT,
-    INVALID_TARGET,
-    PAD_TOKEN,
-    Acceptance,
-    Draft,
-    SamplingParams,
-)
+from spec_kernels.types import INVALID_TARGET, PAD_TOKEN, Acceptance, Draft
 
 __all__ = ["Chunk", "Decoder", "Generation", "Request", "Run"]
 
@@ -53,7 +60,7 @@ class Decoder:
     Args:
         target: the model.
         proposer: where drafts come from; None = plain decoding.
-        gamma: most drafts per request and round.
+        gamma: most drafts that a request may accept in a round: length of a chain, depth of a tree.
         rule: "block" (most tokens per round), "token", or "coupled" (a seeded output is the same
             with and without speculation, whatever the proposer and gamma).
         eos_ids: ids that end every request.
@@ -92,7 +99,8 @@ class Decoder:
         self.gamma = gamma if proposer is not None else 0
         self.eos_ids = check_ids("eos_ids", eos_ids)
         self.detokenize = detokenize
-        self.verifier = Verifier(rule)
+        replacement = getattr(proposer, "replacement", False)
+        self.verifier = Verifier(rule, replacement=replacement)
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the outputs of all requests, in their order.
@@ -214,7 +222,7 @@ class Run:
             tokens=tokens.to(device),
             lens=torch.tensor([r.length for r in self._rows], dtype=torch.int32, device=device),
             longest=longest,
-            params=_params(requests, device),
+            params=stack_params(requests, device),
             seeds=torch.tensor([row.seed for row in self._rows], device=device),
             rule=self._decoder.rule,
             vocab_size=target.vocab_size,
@@ -243,23 +251,22 @@ class Run:
         if self.session is None:
             return root_draft(self.state, most)
         draft = self.session.propose(self.state, most, max(limits))
-        num_nodes = draft.num_nodes.clamp(min=1).minimum(most + 1)
-        nodes = needed_width(num_nodes, min(draft.tokens.shape[1], max(limits) + 1))
-        row = None if draft.row is None else draft.row[:, :nodes]
-        return draft._replace(tokens=draft.tokens[:, :nodes], num_nodes=num_nodes, row=row)
+        return fit_draft(draft, most, max(limits))
 
     def _forward(self, draft: Draft) -> TargetOutput:
         """Run the target; ids that it does not have are the verifier's matter, not the model's."""
         target, session = self._decoder.target, self.session
         tokens = draft.tokens.long().clamp(0, target.vocab_size - 1)
         wanted = session is not None and session.wants_hidden
-        return target.forward(tokens, draft.num_nodes, self.cache, hidden=wanted)
+        return target.forward(
+            tokens, draft.num_nodes, self.cache, parents=draft.parents, hidden=wanted
+        )
 
     def _verify(self, draft: Draft, output: TargetOutput) -> Acceptance:
         state, logits = self.state, output.logits
         if state.adjust_ is not None:
             row_request, row_node = _owners(output.row, logits.shape[0])
-            state.adjust_(logits, row_request, draft.tokens, row_node)
+            state.adjust_(logits, row_request, draft.tokens, row_node, draft.parents)
         acceptance: Acceptance = self._decoder.verifier(
             draft,
             logits,
@@ -267,18 +274,18 @@ class Run:
             state.seeds,
             state.root_positions,
             target_row=output.row,
-            max_depth=draft.tokens.shape[1] - 1,
+            max_depth=min(draft.tokens.shape[1] - 1, self._decoder.gamma),
         )
         return acceptance
 
     def _read(self, draft: Draft, result: Acceptance) -> list[_Outcome | None]:
         """Read the result, the one synchronisation of a round, and judge it request by request."""
-        is_draft = draft.tokens[:, 1:] != PAD_TOKEN
-        tested = is_draft.cumprod(1).sum(1).minimum(draft.num_nodes - 1)
-        columns = (result.accepted_lens, result.status, tested)
-        packed = torch.cat([result.output_tokens, torch.stack(columns, 1)], 1).tolist()
+        tested = parents_of_tested(draft, self._decoder.target.vocab_size)
+        columns = torch.stack([result.accepted_lens, result.status], 1)
+        width = result.path.shape[1]
+        packed = torch.cat([columns, result.output_tokens, result.path, tested], 1).tolist()
         return [
-            None if row.is_done else row.judge(values)
+            None if row.is_done else row.judge(values, width)
             for row, values in zip(self._rows, packed, strict=True)
         ]
 
@@ -336,8 +343,8 @@ class _Outcome(NamedTuple):
     tokens: list[int]
     text: str
     finish_reason: str | None
-    drafted: int
-    accepted: int
+    parents: list[int]
+    path: list[int]
     is_cut: bool
     scanner: StopScanner
 
@@ -371,11 +378,12 @@ class _Row:
             ),
         )
 
-    def judge(self, values: Sequence[int]) -> _Outcome:
-        """Find the end of the request in `[*output_tokens, accepted, status, tested drafts]`."""
-        accepted, status, tested = values[-3:]
+    def judge(self, values: list[int], width: int) -> _Outcome:
+        """Find the end of the request in `[accepted, status, *output_tokens, *path, *parents]`, the
+        second and third of them `width` long."""
+        accepted, status = values[:2]
         is_invalid = bool(status & INVALID_TARGET)
-        tokens = list(values[: accepted + (not is_invalid)])
+        tokens = values[2 : 2 + accepted + (not is_invalid)]
         scanner = self.scanner.copy()
         kept, text, is_stopped = scanner.feed(tokens)
         reason = None
@@ -387,13 +395,11 @@ class _Row:
             reason = self.limit_reason
         if reason is not None and not is_stopped:
             text += scanner.flush()
-        if status & INVALID_DRAFT:
-            tested = accepted  # the chain was closed there: what stood behind was not tested
+        path, parents = values[2 + width : 3 + width + accepted], values[2 + 2 * width :]
         if is_stopped and kept <= accepted:
-            tested = kept
+            path, parents = path[: kept + 1], cut_below(parents, kept)
         is_cut = kept != accepted + 1
-        counts = (tested, min(accepted, kept))
-        return _Outcome(tokens[:kept], text, reason, *counts, is_cut, scanner)
+        return _Outcome(tokens[:kept], text, reason, parents, path, is_cut, scanner)
 
     def advance(self, outcome: _Outcome) -> None:
         """Apply an outcome."""
@@ -402,27 +408,7 @@ class _Row:
         self.scanner = outcome.scanner
         if outcome.text:
             self.texts.append(outcome.text)
-        self.stats.count(
-            drafted=outcome.drafted, accepted=outcome.accepted, emitted=len(outcome.tokens)
-        )
-
-
-def _params(requests: Sequence[Request], device: torch.device) -> SamplingParams:
-    """Stack the sampling parameters; a filter that nobody uses stays None."""
-
-    def column(name: str, off: float) -> list[float] | None:
-        values = [getattr(request, name) for request in requests]
-        if all(value is None or value == off for value in values):
-            return None
-        return [off if value is None else value for value in values]
-
-    return SamplingParams.make(
-        [request.temperature for request in requests],
-        column("top_k", 0),  # type: ignore[arg-type]
-        column("top_p", 1.0),
-        column("min_p", 0.0),
-        device=device,
-    )
+        self.stats.count_tree(outcome.parents, outcome.path, len(outcome.tokens))
 
 
 def _owners(row: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from spec_kernels._check import require
 from spec_kernels.ops import adjust_logits_
 from spec_kernels.stats import DecoderStats
+from spec_kernels.tree import ancestor_mask
 from spec_kernels.types import PAD_TOKEN, SamplingParams
 
 _LARGEST: Final = torch.finfo(torch.float32).max
@@ -211,7 +212,12 @@ class Adjustments(NamedTuple):
         )
 
     def apply_(
-        self, logits: Tensor, row_request: Tensor, draft_tokens: Tensor, row_node: Tensor
+        self,
+        logits: Tensor,
+        row_request: Tensor,
+        draft_tokens: Tensor,
+        row_node: Tensor,
+        parents: Tensor | None = None,
     ) -> None:
         """Adjust the logits of nodes in place.
 
@@ -220,6 +226,7 @@ class Adjustments(NamedTuple):
             row_request: `[rows] int32`.
             draft_tokens: `[batch, nodes] int64`.
             row_node: `[rows] int32`.
+            parents: `[batch, nodes] int32`; None = chains. In a tree a row counts its own path.
         """
         width = logits.shape[1]
         words = (width + 31) // 32
@@ -231,6 +238,8 @@ class Adjustments(NamedTuple):
         if self.output_counts is not None:
             fields["output_counts"] = self.output_counts[:, :width]
             fields.update(draft_tokens=draft_tokens, row_node=row_node)
+            if parents is not None:
+                row_request = _spread(fields, row_request, row_node, parents)
         adjust_logits_(logits, row_request, **fields)
 
     def commit_(self, tokens: Tensor) -> None:
@@ -238,6 +247,42 @@ class Adjustments(NamedTuple):
         if self.output_counts is not None:
             present = (tokens >= 0).to(torch.int32)
             self.output_counts.scatter_add_(1, tokens.clamp(min=0), present)
+
+
+def _spread(
+    fields: dict[str, Tensor | None], row_request: Tensor, row_node: Tensor, parents: Tensor
+) -> Tensor:
+    """Make each row of logits a request of its own, whose drafts are the path to the row's node;
+    return the new `row_request`."""
+    owner, node = row_request.clamp(min=0).long(), row_node.clamp(min=0).long()
+    num_nodes = torch.full_like(parents[:, 0], parents.shape[1])
+    is_on_path = ancestor_mask(parents, num_nodes)[owner, node]
+    for name, value in fields.items():
+        if value is not None and name not in ("allowed_words", "row_node"):
+            fields[name] = value[owner]
+    drafts = fields["draft_tokens"]
+    assert drafts is not None
+    fields["draft_tokens"] = torch.where(is_on_path, drafts, PAD_TOKEN)
+    rows = torch.arange(len(row_request), dtype=torch.int32, device=row_request.device)
+    return torch.where(row_request >= 0, rows, -1)
+
+
+def stack_params(requests: Sequence[Request], device: torch.device) -> SamplingParams:
+    """Stack the sampling parameters of a batch; a filter that nobody uses stays None."""
+
+    def column(name: str, off: float) -> list[float] | None:
+        values = [getattr(request, name) for request in requests]
+        if all(value is None or value == off for value in values):
+            return None
+        return [off if value is None else value for value in values]
+
+    return SamplingParams.make(
+        [request.temperature for request in requests],
+        column("top_k", 0),  # type: ignore[arg-type]
+        column("top_p", 1.0),
+        column("min_p", 0.0),
+        device=device,
+    )
 
 
 def _column(values: Sequence[float | None], neutral: float, device: torch.device) -> Tensor | None:

@@ -389,7 +389,6 @@ def test_a_faulty_node_spoils_its_descendants_only(batch: int) -> None:
     trees = [[-1, 0, 0, 1, 2]] * batch
     parents, num_nodes = pack_parents(trees)
     tokens = torch.tensor([[4, 5, 60, 6, 7]]).repeat(batch, 1)
-    committed = [[1, 2, 3, 4]] * batch
     output = target.forward(tokens, num_nodes, cache, parents=parents)
     is_bad = output.logits[output.row.long()].isnan().any(2)
     assert is_bad.tolist() == [[False, False, True, False, True]] * batch

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, SamplingParams
+from spec_kernels.tree import depths
+from spec_kernels.types import OK, PAD_TOKEN, Acceptance, Draft, SamplingParams
 
 
 @dataclass
@@ -33,7 +34,8 @@ class DecodingState:
         vocab_size: width of the target's logits; draft tokens are ids below it.
         adjust_: applies penalties, bias and allowed ids of the requests to logits in place:
             `adjust_(logits [rows, vocab], row_request [rows] i32, draft_tokens [batch, nodes] i64,
-            row_node [rows] i32)`, or None if no request has any.
+            row_node [rows] i32, parents [batch, nodes] i32 | None = None)`, or None if no request
+            has any.
         embed: the target's input embeddings, `[...] int64` to `[..., size]`.
     """
 
@@ -45,7 +47,7 @@ class DecodingState:
     rule: str
     vocab_size: int
     embed: Callable[[Tensor], Tensor]
-    adjust_: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+    adjust_: Callable[..., None] | None = None
 
     @property
     def root_positions(self) -> Tensor:
@@ -81,16 +83,17 @@ class Session(Protocol):
         ...
 
     def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
-        """Draft up to `limits[b]` tokens behind the root of each request.
+        """Draft up to `limits[b]` tokens deep behind the root of each request.
 
         Args:
             state: the batch before this round.
-            limits: `[batch] int32`: most drafts; -1 = the request is absent.
+            limits: `[batch] int32`: deepest draft; -1 = the request is absent.
             gamma: the largest limit, on the host.
 
         Returns:
-            A chain: `num_nodes <= limits + 1`, tokens `[batch, nodes] int64` of any width up to
-            gamma + 1, node 0 the root.
+            Chains: `num_nodes <= limits + 1`, tokens `[batch, nodes] int64` of any width up to
+            gamma + 1, node 0 the root. Or trees, with `parents`, of any number of nodes: none
+            deeper than gamma, and those deeper than `limits[b]` are dropped.
         """
         ...
 
@@ -111,7 +114,10 @@ class Session(Protocol):
 
 
 class Proposer(Protocol):
-    """Makes sessions; holds no state of any batch."""
+    """Makes sessions; holds no state of any batch.
+
+    One whose siblings are drawn with replacement says so by an attribute `replacement = True`.
+    """
 
     def open(self, state: DecodingState, capacity: int) -> Session:
         """Start on a batch of sequences of at most `capacity` tokens each.
@@ -133,3 +139,42 @@ def root_draft(state: DecodingState, limits: Tensor) -> Draft:
     present = limits >= 0
     tokens = torch.where(present[:, None], state.roots, PAD_TOKEN)
     return Draft(tokens, present.to(torch.int32))
+
+
+def fit_draft(draft: Draft, limits: Tensor, most: int) -> Draft:
+    """Drop what lies deeper than its request's limit, and columns that nobody needs.
+
+    Args:
+        draft: what a session proposed.
+        limits: `[batch] int32`, deepest draft; -1 = absent.
+        most: the largest limit, on the host.
+    """
+    num_nodes = torch.where(limits >= 0, draft.num_nodes.clamp(min=1), 0)
+    tokens, parents = draft.tokens, draft.parents
+    if parents is None:
+        num_nodes = num_nodes.minimum(limits + 1)
+        nodes = needed_width(num_nodes, min(tokens.shape[1], most + 1))
+    else:
+        nodes = needed_width(num_nodes, tokens.shape[1])
+        parents = parents[:, :nodes]
+        is_deep = depths(parents, num_nodes) > limits[:, None]
+        tokens = torch.where(is_deep, PAD_TOKEN, tokens[:, :nodes])
+    row = None if draft.row is None else draft.row[:, :nodes]
+    return draft._replace(tokens=tokens[:, :nodes], num_nodes=num_nodes, parents=parents, row=row)
+
+
+def parents_of_tested(draft: Draft, vocab: int) -> Tensor:
+    """Return the parent of each node, `[batch, nodes]`: -1 for the root and for what a verifier
+    skips, padding and malformed drafts. What hangs on such a node was not tested either."""
+    batch, nodes = draft.tokens.shape
+    node = torch.arange(nodes, device=draft.tokens.device)
+    parents = draft.parents if draft.parents is not None else (node - 1).expand(batch, nodes)
+    is_tested = (node > 0) & (node < draft.num_nodes[:, None]) & (draft.tokens >= 0)
+    if draft.row is None or draft.logits is None:
+        return torch.where(is_tested & (draft.tokens < vocab), parents, -1)
+    rows, width = draft.logits.shape
+    has_law = (draft.row >= 0) & (draft.row < rows)
+    if draft.law is not None:
+        has_law &= draft.law.status[draft.row.clamp(0, rows - 1).long()] == OK
+    limit = torch.where(draft.row == -1, vocab, torch.where(has_law, max(vocab, width), 0))
+    return torch.where(is_tested & (draft.tokens < limit), parents, -1)

@@ -6,6 +6,8 @@
    recent one.
 3. Draft what followed it. If that reaches the end of the row, go on with its own beginning: a
    match d places back predicts a repetition with period d.
+4. For a tree, do so for the best places and merge what followed them: the best continuation whole,
+   then of each next one what is new, until the nodes are used up.
 
 The drafts are fixed (one-hot law), so any rule keeps the output exact.
 """
@@ -13,13 +15,18 @@ The drafts are fixed (one-hot law), so any rule keeps the output exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from spec_kernels._check import require
 from spec_kernels.proposers.base import DecodingState
+from spec_kernels.tree import MAX_NODES
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
+
+_PLACES: Final = 16
+"""Most places that a tree merges the continuations of; many of them continue alike."""
 
 
 class NgramProposer:
@@ -28,9 +35,10 @@ class NgramProposer:
     Args:
         max_ngram: longest match that is looked for.
         min_ngram: shortest match that is used.
+        nodes: most nodes of a tree, its root included; None = a chain.
 
     Raises:
-        ValueError: not 1 <= min_ngram <= max_ngram.
+        ValueError: not 1 <= min_ngram <= max_ngram, or nodes is outside [2, MAX_NODES].
 
     Note:
         Vectorised over the batch, on the device, without synchronisation; a row is never read past
@@ -39,12 +47,16 @@ class NgramProposer:
 
     wants_hidden = False
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, *, nodes: int | None = None) -> None:
         require(
             1 <= min_ngram <= max_ngram,
             f"min_ngram must be in [1, max_ngram = {max_ngram}], got {min_ngram}",
         )
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        require(
+            nodes is None or 2 <= nodes <= MAX_NODES,
+            f"nodes must be in [2, {MAX_NODES}], got {nodes}",
+        )
+        self.max_ngram, self.min_ngram, self.nodes = max_ngram, min_ngram, nodes
 
     def open(self, state: DecodingState, capacity: int) -> NgramProposer:
         """Return itself: there is nothing to remember."""
@@ -56,14 +68,18 @@ class NgramProposer:
         """Nothing to do: the prompt stands in the state."""
 
     def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
-        """Draft up to `limits[b]` fixed tokens; none where nothing matches."""
+        """Draft fixed tokens up to `limits[b]` deep; none where nothing matches."""
+        places = 1 if self.nodes is None else _PLACES
+        row = state.tokens[:, : state.longest]
         tokens, found = ngram_lookup(
-            state.tokens[:, : state.longest], state.lens, self.max_ngram, self.min_ngram, gamma
+            row, state.lens, self.max_ngram, self.min_ngram, gamma, places=places
         )
-        num_drafts = torch.where(found, limits, limits.clamp(max=0))
-        inside = torch.arange(gamma, device=tokens.device) < num_drafts[:, None]
         roots = torch.where(limits[:, None] >= 0, state.roots, PAD_TOKEN)
-        drafts = torch.where(inside, tokens, PAD_TOKEN)
+        if self.nodes is not None:
+            return merge_continuations(roots, tokens, found, limits, self.nodes)
+        num_drafts = torch.where(found[:, 0], limits, limits.clamp(max=0))
+        inside = torch.arange(gamma, device=tokens.device) < num_drafts[:, None]
+        drafts = torch.where(inside, tokens[:, 0], PAD_TOKEN)
         return Draft(torch.cat([roots, drafts], 1), num_drafts + 1)
 
     def commit(self, state: DecodingState, result: Acceptance, hidden: Tensor | None) -> None:
@@ -74,25 +90,26 @@ class NgramProposer:
 
 
 def ngram_lookup(
-    tokens: Tensor, lens: Tensor, max_ngram: int, min_ngram: int, count: int
+    tokens: Tensor, lens: Tensor, max_ngram: int, min_ngram: int, count: int, *, places: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Continue each row from the longest, then most recent, earlier match of its last tokens.
+    """Continue each row from the longest, then most recent, earlier matches of its last tokens.
 
     Args:
         tokens: `[batch, width] int64`.
         lens: `[batch] int32`, at least 1; what stands behind is not read.
         max_ngram: longest match.
         min_ngram: shortest match.
-        count: tokens to return.
+        count: tokens to return for each match.
+        places: most matches.
 
     Returns:
-        continuation `[batch, count] int64`, found `[batch] bool`; where nothing was found, the
-        continuation repeats the last token.
+        continuations `[batch, matches, count] int64`, best match first, and found
+        `[batch, matches] bool`; where nothing was found, the continuation repeats the last token.
 
     Example:
         >>> row = torch.tensor([[5, 1, 2, 3, 9, 1, 2]])
         >>> ngram_lookup(row, torch.tensor([7]), max_ngram=3, min_ngram=1, count=4)
-        (tensor([[3, 9, 1, 2]]), tensor([True]))
+        (tensor([[[3, 9, 1, 2]]]), tensor([[True]]))
     """
     batch, width = tokens.shape
     last = lens.long()[:, None] - 1
@@ -105,9 +122,57 @@ def ngram_lookup(
         equal[:, back + 1 :] = tokens[:, : max(width - back - 1, 0)] == wanted
         matches = matches & equal
         length += matches
-    best, start = (length * (width + 1) + place).max(1, keepdim=True)
+    scores = length * (width + 1) + place  # no two alike
+    best, start = scores.topk(min(places, width), dim=1)
     found = best >= min_ngram * (width + 1)
     start = torch.where(found, start, last)
     period = last + 1 - start
-    offset = torch.arange(count, device=tokens.device) % period
-    return tokens.gather(1, start + offset), found[:, 0]
+    offset = torch.arange(count, device=tokens.device) % period[..., None]
+    columns = (start[..., None] + offset).flatten(1)
+    return tokens.gather(1, columns).view(*start.shape, count), found
+
+
+def merge_continuations(
+    roots: Tensor, tokens: Tensor, found: Tensor, limits: Tensor, nodes: int
+) -> Draft:
+    """Merge continuations into a tree: those that begin alike share their first nodes.
+
+    Args:
+        roots: `[batch, 1] int64`; `PAD_TOKEN` = absent request.
+        tokens: `[batch, matches, depth] int64`, the best continuation first.
+        found: `[batch, matches] bool`, which of them count.
+        limits: `[batch] int32`, deepest node.
+        nodes: width of the draft; what no longer fits is left out.
+
+    Returns:
+        `Draft` of fixed nodes: the first continuation, then what is new in each next one. So
+        siblings stand in the order of their matches.
+
+    Example:
+        >>> tokens = torch.tensor([[[3, 9], [3, 4], [7, 9]]])
+        >>> root, all_found = torch.tensor([[2]]), torch.ones(1, 3, dtype=torch.bool)
+        >>> draft = merge_continuations(root, tokens, all_found, torch.tensor([2]), nodes=6)
+        >>> draft.tokens, draft.parents, draft.num_nodes
+        (tensor([[2, 3, 9, 4, 7, 9]]), tensor([[-1,  0,  1,  1,  0,  4]], dtype=torch.int32),
+            tensor([6], dtype=torch.int32))
+    """
+    batch, matches, depth = tokens.shape
+    alike = (tokens[:, :, None] == tokens[:, None]) & found[:, None, :, None]
+    alike = alike.cumprod(3)  # [batch, match, other, depth]: the first tokens are the same
+    owner = alike.argmax(2)  # the first of these
+    match = torch.arange(matches, device=tokens.device)[:, None]
+    level = torch.arange(depth, device=tokens.device)
+    inside = found[..., None] & (level < limits[:, None, None])
+    is_new = inside & (owner == match)
+    number = is_new.flatten(1).cumsum(1).view(is_new.shape)  # node, where it is new
+    node = number.gather(1, owner)
+    above = torch.cat([torch.zeros_like(node[..., :1]), node[..., :-1]], 2)
+    slot = torch.where(is_new & (number < nodes), number, nodes).flatten(1)
+    drafts = torch.full((batch, nodes + 1), PAD_TOKEN, device=tokens.device)
+    drafts[:, :1] = roots
+    drafts.scatter_(1, slot, tokens.flatten(1))
+    parents = torch.full((batch, nodes + 1), -1, dtype=torch.int32, device=tokens.device)
+    parents.scatter_(1, slot, above.flatten(1).to(torch.int32))
+    num_nodes = 1 + is_new.flatten(1).sum(1).clamp(max=nodes - 1)
+    num_nodes = torch.where(limits >= 0, num_nodes, 0).to(torch.int32)
+    return Draft(drafts[:, :nodes], num_nodes, parents[:, :nodes])
