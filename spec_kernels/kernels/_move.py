@@ -120,7 +120,7 @@ def move_block(
     if one.move_bytes == 16:
         # The hint sits on the result of an addition: on the cast it would be ignored. Divisions
         # state the rest, so that no hint reaches the other branch.
-        words_ptr = (one.address // 16 * 16).to(tl.pointer_type(tl.int64))
+        words_ptr = one.address.to(tl.pointer_type(tl.int64))
         base = tl.multiple_of(words_ptr + (head.to(tl.int64) * one.head_step + first) // 16 * 2, 16)
         offs = tl.arange(0, BLOCK_BYTES // 8)
         mask = move[:, None] & (offs < (one.row_bytes - first) // 16 * 2)[None, :]

@@ -319,8 +319,8 @@ def select_state_kernel(
         from_row = source + head.to(tl.int64) * one.head_step
         to_row = target + head.to(tl.int64) * to.head_step
         if (one.move_bytes == 16) & (to.move_bytes == 16):
-            from_ptr = (from_row // 16 * 16).to(tl.pointer_type(tl.int64))
-            to_ptr = (to_row // 16 * 16).to(tl.pointer_type(tl.int64))
+            from_ptr = from_row.to(tl.pointer_type(tl.int64))
+            to_ptr = to_row.to(tl.pointer_type(tl.int64))
             words = tl.arange(0, BLOCK_BYTES // 8)
             copy_words(
                 tl.multiple_of(from_ptr + start // 16 * 2, 16),
