@@ -38,6 +38,8 @@ CASES = [
     TreeCase(6, 30, 5, "sampled", ids=I32),
     TreeCase(6, 30, 5, "sampled", replacement=True, seed=1),
     TreeCase(4, 66, 5, "any", is_probabilities=True, seed=2),
+    TreeCase(40, 6, 9, "sampled", seed=7),  # many small trees: second siblings come to be judged
+    TreeCase(40, 6, 9, "any", replacement=True),
     TreeCase(6, 30, 259, "sampled", seed=1),
     TreeCase(4, 30, 259, "sampled first", BF16, "padded", "all", seed=2),
     TreeCase(4, 30, 259, "fixed first", F16, "odd", seed=3),

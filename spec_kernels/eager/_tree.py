@@ -98,13 +98,11 @@ class Child(NamedTuple):
     is_fixed: bool
 
 
-def set_weights(weights: Weights, tokens: list[int], values: list[float]) -> None:
-    """Write the weights of a few ids, in place; ids outside the vocabulary have none."""
-    for token, value in zip(tokens, values, strict=True):
-        if weights.ids is not None:
-            weights.mass[weights.ids == token] = value
-        elif token < weights.mass.numel():
-            weights.mass[token] = value
+def drop(weights: Weights, tokens: list[int]) -> None:
+    """Set the weights of a few ids to 0, in place; ids outside the vocabulary have none."""
+    places = places_of(weights.ids, tokens, weights.mass.numel())
+    if places:
+        weights.mass[places] = 0.0
 
 
 def _subtract_draft(weights: Weights, readers: Readers, q: Row, scale: float) -> None:
@@ -237,10 +235,12 @@ class State:
         if self._q is None or self._s == 0.0:
             return
         fixed = list(self._removed.difference(self.rejected))
-        values = [self.a * self.tree.readers.target.probability(*self.target, x) for x in fixed]
+        places = places_of(weights.ids, fixed, weights.mass.numel())
+        before = [float(weights.mass[place]) for place in places]
         _subtract_draft(weights, self.tree.readers, self._q, self._s)
         weights.mass.clamp_min_(0.0)
-        set_weights(weights, fixed, values)
+        for place, weight in zip(places, before, strict=True):
+            weights.mass[place] = weight
 
     def _usable_children(self) -> list[Child]:
         """Return the children that can be judged; the first sampled one of them names q."""
@@ -285,5 +285,5 @@ def residual_mass(state: State) -> Residual:
     """Return the residual of a node behind its rejected children, and its mass per tile."""
     weights = state.scaled_target()
     state.subtract_draft(weights)
-    set_weights(weights, state.rejected, [0.0] * len(state.rejected))
+    drop(weights, state.rejected)
     return Residual(weights, tile_sums(weights.mass))

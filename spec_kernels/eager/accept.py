@@ -26,8 +26,8 @@ from spec_kernels.eager._tree import (
     Readers,
     State,
     Tree,
+    drop,
     residual_mass,
-    set_weights,
 )
 from spec_kernels.eager.law import RowReader
 from spec_kernels.eager.sample import draw_id
@@ -105,7 +105,7 @@ def _draw_final(state: State, coin: float) -> int:
     token = draw_id(coin, *(state.residual or residual_mass(state)))
     if token == PAD_TOKEN:
         without = readers.target.scaled(*state.target, 1.0)
-        set_weights(without, state.rejected, [0.0] * len(state.rejected))
+        drop(without, state.rejected)
         token = draw_id(coin, without)
     return token if token != PAD_TOKEN else draw_id(coin, readers.target.weights(*state.target))
 
