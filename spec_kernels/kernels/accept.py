@@ -62,6 +62,7 @@ from spec_kernels.kernels._device import (
     take,
 )
 from spec_kernels.kernels._residual import draw_final, mass_at_argmax, residual_at, sum_tiles
+from spec_kernels.kernels._tree_accept import accept_trees, match_tree_kernel
 from spec_kernels.kernels.law import Slots, find_cutoff, has_filters, tile_stats
 from spec_kernels.types import Acceptance, Draft, Law, SamplingParams
 
@@ -446,13 +447,6 @@ def select_step(tiles: int) -> int:
     return 4 if tiles >= 4 * 512 else 2 if tiles >= 2 * 512 else 1
 
 
-def _refuse_trees(draft: Draft) -> None:
-    if draft.parents is not None:
-        raise NotImplementedError(
-            "draft.parents: trees are not supported yet; pass parents=None for a chain"
-        )
-
-
 def _outputs(tokens: Tensor, max_depth: int) -> Acceptance:
     batch = tokens.shape[0]
     return Acceptance(
@@ -545,9 +539,8 @@ def accept(
     max_depth: int,
     target_to_draft: Tensor | None = None,
 ) -> Acceptance:
-    """Verify chains of drafts: three launches from parameters, four with filters, two where laws
-    or probabilities are given, whatever the batch and the length of the chains."""
-    _refuse_trees(draft)
+    """Verify drafts; chains in three launches from parameters, four with filters, two where laws or
+    probabilities are given, whatever the batch and the length. Trees: see `_tree_accept`."""
     if rule not in ("block", "token"):
         raise ValueError(f'rule must be "block" or "token", got {rule!r}')
     outputs = _outputs(draft.tokens, max_depth)
@@ -573,6 +566,9 @@ def accept(
     config = config_of(target_logits)
     if inputs.draft_logits is not None:  # the tile depends on the target's vocabulary alone
         config = config_of(target_logits, inputs.draft_logits[:, : target_logits.shape[1]])
+    if draft.parents is not None:
+        accept_trees(outputs, inputs, draft.parents, rule, replacement, max_depth, config, source)
+        return outputs
     arguments = _arguments(inputs, max_depth, config, rule, source)
     residual, plain = residual_mass(arguments)
     decide_kernel[(draft.tokens.shape[0],)](
@@ -587,15 +583,16 @@ def accept(
 
 def match(draft: Draft, target_tokens: Tensor, *, max_depth: int) -> Acceptance:
     """Accept drafts while they equal the target's own tokens: one launch."""
-    _refuse_trees(draft)
     batch, nodes = draft.tokens.shape
     outputs = _outputs(draft.tokens, max_depth)
+    tree = {} if draft.parents is None else {"parents_ptr": draft.parents.contiguous()}
     if batch:
-        match_kernel[(batch,)](
+        (match_tree_kernel if tree else match_kernel)[(batch,)](
             outputs=outputs,
             tokens_ptr=draft.tokens.contiguous(),
             target_tokens_ptr=target_tokens.contiguous(),
             num_nodes_ptr=draft.num_nodes.contiguous(),
+            **tree,
             nodes=nodes,
             max_depth=max_depth,
             NODES=triton.next_power_of_2(nodes),
