@@ -247,7 +247,7 @@ def find_cutoff_kernel(
     top_p_ptr,  # [batch] f32, or None
     min_p_ptr,  # [batch] f32, or None
     slot_row_ptr,  # [slots] i32, or None: slot i is row i
-    slot_request_ptr,  # [slots] i32, or None: slot i belongs to request i // nodes
+    slot_request_ptr,  # [slots] i32, or None: a slot is a node of a request
     num_nodes_ptr,  # [batch] i32, or None: every slot is present
     logits_stride_row,
     logits_stride_col,
@@ -267,10 +267,10 @@ def find_cutoff_kernel(
     """Law of one slot. Floor: 8 bytes per tile and one tile; with filters 512 bytes per tile and
     the listed groups. Of the instructions, 1-2 per group and step of the first search and 5 (count)
     to 9 (mass) per candidate and step of the second."""
-    slot = tl.program_id(0)
-    row, request, exists = locate_slot(
-        slot, slot_row_ptr, slot_request_ptr, num_nodes_ptr, rows, batch, nodes
-    )
+    slot, row, request, exists = locate_slot(
+        tl.program_id(0), tl.program_id(1), slot_row_ptr, slot_request_ptr, num_nodes_ptr, rows,
+        batch, nodes,
+    )  # fmt: skip
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride_row
     temperature = tl.load(temperature_ptr + request, mask=exists, other=0.0)
     valid = exists & (temperature >= 0.0) & (temperature <= MAX_TEMPERATURE)

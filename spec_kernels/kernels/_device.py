@@ -11,9 +11,7 @@ Sums run over places and chunks inside a lane first (registers), over lanes last
 the block). A *group* is what one lane of one tile holds: CHUNKS * WIDTH ids.
 
 Determinism: the tile size is a function of the vocabulary size alone, the layout one of dtype and
-alignment. So the value of a row depends on neither the batch nor the row's place in it. Two copies
-of a row, one of them aligned to 16 bytes and one not, are summed in different orders and may
-differ in the last bits of a float32 sum.
+strides. So the value of a row depends on neither the batch, the row's place in it, nor its address.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 INF = tl.constexpr(float("inf"))
+HUGE_EXPONENT = tl.constexpr(1.07e9)  # < 2^30: float32 rounds a number below it by at most 32
 
 PAD_TOKEN = tl.constexpr(types.PAD_TOKEN)
 GREEDY_TEMPERATURE = tl.constexpr(types.GREEDY_TEMPERATURE)
@@ -73,45 +72,53 @@ class TileConfig(NamedTuple):
         return -(-vocab // self.tile)
 
 
-def select_config(
-    vocab: int, dtype: torch.dtype, row_stride: int, base_alignment: int
-) -> TileConfig:
-    """Choose the tile of a tensor of rows by vocabulary size, dtype and alignment.
+def select_config(vocab: int, dtype: torch.dtype, is_wide: bool) -> TileConfig:
+    """Choose the tile of a tensor of rows by vocabulary size, dtype and strides.
 
     | case | layout | why |
     |---|---|---|
     | vocab <= 1024 | tile of 1024 | a wider tile would only be masked |
-    | rows aligned | 16 bytes per lane | 128-bit loads, 64 ids per lane, 6-8 instructions an id |
+    | wide | 16 bytes per lane | 128-bit loads, 64 ids per lane, 6-8 instructions an id |
     | otherwise | WIDTH 1 | narrow loads; a wider lane would be reduced by shuffles, 20 an id |
-
-    Rows count as aligned if the compiler can see it: a base address divisible by 16, and a row
-    stride divisible by 16 elements.
 
     Args:
         vocab: ids per row.
         dtype: of the rows.
-        row_stride: elements from one row to the next.
-        base_alignment: address of the first row, or its remainder modulo 16.
+        is_wide: as in `allows_wide_loads`.
 
     Example:
-        >>> select_config(128256, torch.bfloat16, 128256, 0)
+        >>> select_config(128256, torch.bfloat16, True)
         TileConfig(chunks=8, lanes=128, width=8, num_warps=4)
-        >>> select_config(50257, torch.bfloat16, 50257, 0)
+        >>> select_config(50257, torch.bfloat16, False)
         TileConfig(chunks=64, lanes=128, width=1, num_warps=4)
     """
-    aligned = row_stride % 16 == 0 and base_alignment % VECTOR_BYTES == 0
-    width = VECTOR_BYTES // dtype.itemsize if aligned else 1
+    width = VECTOR_BYTES // dtype.itemsize if is_wide else 1
     tile = SMALL_TILE if vocab <= SMALL_TILE else TILE
     return TileConfig(tile // (LANES * width), LANES, width, 4)
 
 
+def allows_wide_loads(rows: Tensor) -> bool:
+    """Say whether the strides allow 128-bit loads, and the compiler sees it: neighbouring ids, and
+    a row stride divisible by 16 elements."""
+    return rows.stride(0) % 16 == 0 and column_stride(rows) == 1
+
+
+def align(rows: Tensor) -> Tensor:
+    """Return rows that start on a 16-byte boundary if their strides allow wide loads.
+
+    Only a slice that cuts off the first ids of wider rows doesn't, and is copied. Read where it
+    lies, the compiler would spread it over the lanes in another way, and so add in another order.
+    """
+    if not allows_wide_loads(rows) or rows.data_ptr() % VECTOR_BYTES == 0:
+        return rows
+    vocab = rows.shape[1]
+    return rows.new_empty(rows.shape[0], -(-vocab // 16) * 16)[:, :vocab].copy_(rows)
+
+
 def config_of(*rows: Tensor) -> TileConfig:
-    """Choose the tile for tensors of rows that are read together: unaligned if one of them is."""
+    """Choose the tile for tensors of rows that are read together: narrow if one of them is."""
     vocab = max(tensor.shape[1] for tensor in rows)
-    configs = []
-    for tensor in rows:
-        base = tensor.data_ptr() if column_stride(tensor) == 1 else 1
-        configs.append(select_config(vocab, tensor.dtype, tensor.stride(0), base))
+    configs = [select_config(vocab, x.dtype, allows_wide_loads(x)) for x in rows]
     return min(configs, key=lambda config: config.width if config.width == 1 else -config.width)
 
 
@@ -149,26 +156,26 @@ def invert_temperature(temperature):
 
 @triton.jit
 def locate_slot(
-    slot,
+    request,
+    node,
     slot_row_ptr,  # [slots] i32, or None: slot i is row i
-    slot_request_ptr,  # [slots] i32, or None: slot i belongs to request i // nodes
+    slot_request_ptr,  # [slots] i32, or None: a slot is a node of a request
     num_nodes_ptr,  # [batch] i32, or None: every slot is present
     rows,
     batch,
     nodes,
 ):
-    """Row and request of a slot, and whether both exist. Row and request are 0 if not."""
+    """Slot, its row and request, and whether both exist. Row and request are 0 if not."""
+    slot = request * nodes + node
     row = slot
-    request = slot // nodes
     if slot_row_ptr is not None:
         row = tl.load(slot_row_ptr + slot)
     if slot_request_ptr is not None:
         request = tl.load(slot_request_ptr + slot)
     exists = (request >= 0) & (request < batch) & (row >= 0) & (row < rows)
     if num_nodes_ptr is not None:
-        node = slot - request * nodes
         exists = exists & (node < tl.load(num_nodes_ptr + request, mask=exists, other=0))
-    return tl.where(exists, row, 0), tl.where(exists, request, 0), exists
+    return slot, tl.where(exists, row, 0), tl.where(exists, request, 0), exists
 
 
 @triton.jit
@@ -177,6 +184,15 @@ def tile_offsets(CHUNKS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr)
     chunk = tl.arange(0, CHUNKS)[:, None, None] * (LANES * WIDTH)
     lane = tl.arange(0, LANES)[None, :, None] * WIDTH
     return chunk + lane + tl.arange(0, WIDTH)[None, None, :]
+
+
+@triton.jit
+def widen(x):
+    """Floats as float32, one instruction each: bfloat16 is the upper half, by conversion two."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505  (the compiler needs both arms)
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -197,10 +213,10 @@ def load_tile(
     """
     offs = first + tile_offsets(CHUNKS, LANES, WIDTH)
     if first + CHUNKS * LANES * WIDTH <= vocab:
-        x = tl.load(row_ptr + offs * stride_col)
+        x = widen(tl.load(row_ptr + offs * stride_col))
     else:
-        x = tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=other)
-    return x.to(tl.float32)
+        x = widen(tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=other))
+    return x
 
 
 @triton.jit
@@ -216,18 +232,39 @@ def finite_or_zero(x):
 
 
 @triton.jit
+def anchor(reference, scale):
+    """Factor, shift and error with which one multiply-add an id gives weights below a reference:
+
+        exp2((x - reference) * scale) = exp2(fma(x, factor, -shift)) * exp2(-error)
+
+    `shift` is `reference * scale` in float32, `error` what rounding took away, which a second
+    multiply-add finds exactly. Two floats differ by 2^-24 of themselves at the least, so an error
+    is at most the exponent of the next smaller x: no more digits are lost than in `x - reference`.
+    Above `HUGE_EXPONENT` an error might overflow. There the next smaller x has a weight below
+    2^-63, and a power of two takes the place of `scale`: nothing is rounded, that weight becomes 0.
+    """
+    shift = reference * scale
+    error = tl.fma(reference, scale, -shift)
+    exponent = reference.to(tl.uint32, bitcast=True) & 0x7F800000
+    power = (0x8E800000 - exponent).to(tl.float32, bitcast=True)  # |reference| * power >= 2^31
+    is_huge = tl.abs(shift) > HUGE_EXPONENT
+    factor = tl.where(is_huge, power, scale)
+    return factor, tl.where(is_huge, reference * power, shift), tl.where(is_huge, 0.0, error)
+
+
+@triton.jit
 def measure_tile(x, scale):
     """Statistics of a tile: largest logit, `sum exp2((x - max) * scale)`, largest per lane.
 
-    `scale > 0`. A NaN or +inf makes the sum NaN; a tile of -inf has the sum 0. The differences
-    are taken before scaling, so no finite logit overflows.
+    `scale > 0`. A NaN or +inf makes the sum NaN; a tile of -inf has the sum 0.
     """
     lane_max = tl.max(tl.max(x, 2), 0)
-    lane_ref = finite_or_zero(lane_max)
-    lane_sum = tl.sum(tl.sum(tl.exp2((x - lane_ref[None, :, None]) * scale), 2), 0)
+    factor, shift, error = anchor(finite_or_zero(lane_max), scale)
+    factor, shift = factor[None, :, None], shift[None, :, None]
+    lane_sum = tl.sum(tl.sum(tl.exp2(tl.fma(x, factor, -shift)), 2), 0)
     tile_max = tl.max(lane_max, 0)
-    tile_sum = tl.sum(lane_sum * tl.exp2((lane_max - finite_or_zero(tile_max)) * scale), 0)
-    return tile_max, tile_sum, lane_max
+    distance = tl.fma(lane_max - finite_or_zero(tile_max), scale, -error)
+    return tile_max, tl.sum(lane_sum * tl.exp2(distance), 0), lane_max
 
 
 @triton.jit

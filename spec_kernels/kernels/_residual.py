@@ -21,6 +21,7 @@ import triton.language as tl
 
 from spec_kernels.kernels._chain import draft_laws, log2_draft, no_law, read_laws
 from spec_kernels.kernels._device import (
+    HUGE_EXPONENT,
     INF,
     LOG2E,
     NEG_INF,
@@ -32,7 +33,6 @@ from spec_kernels.kernels._device import (
 )
 from spec_kernels.types import Law
 
-HUGE_EXPONENT = tl.constexpr(1.07e9)  # < 2^30: float32 rounds a shift below it by at most 32
 NOWHERE = tl.constexpr(-2)
 RUN = tl.constexpr(8)  # neighbouring ids of a lane when an unaligned tile is drawn from
 

@@ -3,9 +3,9 @@
 
     p(x) = exp((l(x) - row_max) * inv_temperature - log_sum)   if l(x) >= cutoff, else 0
 
-1. `tile_stats` (slots, tiles): largest logit and sum of `exp2` of every tile; with filters also
-   the largest logit of every group (the ids of one lane).
-2. `find_cutoff` (slots,): combines the tiles, and searches cutoffs (see `_cutoff`).
+1. `tile_stats` (requests, nodes, tiles): largest logit and sum of `exp2` of every tile; with
+   filters also the largest logit of every group (the ids of one lane).
+2. `find_cutoff` (requests, nodes): combines the tiles, and searches cutoffs (see `_cutoff`).
 
 A slot is a row, or a node of a padded draft that names its row. A NaN or an infinity shows in
 (max, sum), so status costs no pass. `adjust_logits_` and `overlap` launch the kernels of `_adjust`
@@ -30,6 +30,7 @@ from spec_kernels.kernels._device import (
     LOG2E,
     NEG_INF,
     TileConfig,
+    align,
     column_stride,
     config_of,
     invert_temperature,
@@ -61,7 +62,7 @@ def tile_stats_kernel(
     logits_ptr,  # [rows, vocab] float
     temperature_ptr,  # [batch] f32
     slot_row_ptr,  # [slots] i32, or None: slot i is row i
-    slot_request_ptr,  # [slots] i32, or None: slot i belongs to request i // nodes
+    slot_request_ptr,  # [slots] i32, or None: a slot is a node of a request
     num_nodes_ptr,  # [batch] i32, or None: every slot is present
     logits_stride_row,
     logits_stride_col,
@@ -78,12 +79,12 @@ def tile_stats_kernel(
 
     Floor: `slots * vocab * itemsize` bytes: each row once.
     """
-    slot = tl.program_id(0)
-    tile = tl.program_id(1)
+    tile = tl.program_id(2)
     TILE: tl.constexpr = CHUNKS * LANES * WIDTH
-    row, request, exists = locate_slot(
-        slot, slot_row_ptr, slot_request_ptr, num_nodes_ptr, rows, batch, nodes
-    )
+    slot, row, request, exists = locate_slot(
+        tl.program_id(0), tl.program_id(1), slot_row_ptr, slot_request_ptr, num_nodes_ptr, rows,
+        batch, nodes,
+    )  # fmt: skip
     if not exists:
         return
 
@@ -92,7 +93,7 @@ def tile_stats_kernel(
     x = load_tile(row_ptr, tile * TILE, vocab, NEG_INF, CHUNKS, LANES, WIDTH, logits_stride_col)
     tile_max, tile_sum, lane_max = measure_tile(x, scale)
 
-    place = slot.to(tl.int64) * tl.num_programs(1) + tile
+    place = slot.to(tl.int64) * tl.num_programs(2) + tile
     tl.store(tile_max_ptr + place, tile_max)
     tl.store(tile_sum_ptr + place, tile_sum)
     if group_max_ptr is not None:
@@ -123,7 +124,7 @@ class Slots(NamedTuple):
     """Which row and request each slot stands for.
 
     Attributes:
-        count: number of slots.
+        count: number of slots, a multiple of `nodes`.
         row: `[slots] int32`, or None: slot i is row i.
         request: `[slots] int32`, or None: slot i belongs to request `i // nodes`.
         num_nodes: `[batch] int32`, or None: every slot is present.
@@ -155,7 +156,7 @@ def tile_stats(
     if has_filters(params):
         group_max = tile_max.new_empty(slots.count, tiles * config.lanes)
     if slots.count:
-        tile_stats_kernel[(slots.count, tiles)](
+        tile_stats_kernel[(slots.count // slots.nodes, slots.nodes, tiles)](
             tile_max_ptr=tile_max,
             tile_sum_ptr=tile_sum,
             group_max_ptr=group_max,
@@ -191,7 +192,7 @@ def find_cutoff(logits: Tensor, stats: TileStats, params: SamplingParams, slots:
     if stats.group_max is not None:
         chosen = torch.empty_like(stats.group_max, dtype=torch.int32)
     if slots.count:
-        find_cutoff_kernel[(slots.count,)](
+        find_cutoff_kernel[(slots.count // slots.nodes, slots.nodes)](
             inv_temperature_ptr=law.inv_temperature,
             cutoff_ptr=law.cutoff,
             row_max_ptr=law.row_max,
@@ -231,6 +232,7 @@ def find_cutoff(logits: Tensor, stats: TileStats, params: SamplingParams, slots:
 
 def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
     """Compute the law of each row of logits: two launches."""
+    logits = align(logits)
     params = SamplingParams(*(None if p is None else p.contiguous() for p in params))
     slots = Slots(logits.shape[0], request=row_request.contiguous())
     return find_cutoff(logits, tile_stats(logits, params, slots), params, slots)
@@ -301,6 +303,7 @@ def overlap(
     target_to_draft: Tensor | None = None,
 ) -> Tensor:
     """Return the acceptance probability of each pair of rows: `[rows] float32`."""
+    target_logits, draft_logits = align(target_logits), align(draft_logits)
     rows, vocab = target_logits.shape
     beta = target_logits.new_empty(rows, dtype=torch.float32)
     if not rows:
