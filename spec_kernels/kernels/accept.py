@@ -56,6 +56,7 @@ from spec_kernels.kernels._device import (
     OK,
     PAD_TOKEN,
     TileConfig,
+    align,
     column_stride,
     config_of,
     first_argmax,
@@ -546,6 +547,7 @@ def accept(
     outputs = _outputs(draft.tokens, max_depth)
     if draft.tokens.shape[0] == 0:
         return outputs
+    target_logits = align(target_logits)
     num_nodes, target_row = draft.num_nodes.contiguous(), target_row.contiguous()
     law, source = _target_law(target_logits, target_law, target_row, num_nodes)
     if draft.row is None or draft.logits is None:  # without logits any row is out of range
@@ -553,7 +555,7 @@ def accept(
     inputs = Inputs(
         tokens=draft.tokens.contiguous(),
         num_nodes=num_nodes,
-        draft_logits=draft.logits,
+        draft_logits=None if draft.logits is None else align(draft.logits),
         draft_law=_contiguous(draft.law),
         draft_row=None if draft.row is None else draft.row.contiguous(),
         draft_column=None if target_to_draft is None else target_to_draft.contiguous(),
