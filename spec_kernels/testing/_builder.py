@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 
-from ._formats import Array, decode, encode, is_emulated
+from ._formats import Array, decode, encode, fma, is_emulated
 from .errors import IntegerOverflowError, source_line
 
 
@@ -104,7 +104,10 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
         if is_emulated(dtype):
             a, b, c = (decode(v.data, v.dtype.scalar).astype(np.float64) for v in (x, y, z))
             return stock.TensorHandle(encode((a * b + c).astype(np.float32), dtype), dtype)
-        return super().create_fma(x, y, z)
+        return stock.TensorHandle(fma(x.data, y.data, z.data), dtype)  # 3.6 would round twice
+
+    def get_bf16(self, value: float) -> Any:  # Triton 3.6 has none
+        return stock.TensorHandle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
 
     def create_dot(
         self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any

@@ -1,11 +1,12 @@
 """Number formats that numpy lacks: bfloat16 and the 8-bit floats, as bit patterns.
 
 Rounding is that of the hardware's conversions: nearest even, and saturating for the 8-bit floats
-with a finite range (`cvt.rn.satfinite`).
+with a finite range (`cvt.rn.satfinite`). Also the fused multiply-add, which numpy lacks too.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Final
 
 import numpy as np
@@ -74,3 +75,35 @@ def encode(values: Array, dtype: Any) -> Array:
     if dtype == tl.bfloat16:
         return float32_to_bfloat16(values)
     return _float32_to_float8(np.asarray(values, np.float32), dtype.name)
+
+
+_LIBM: Final = ctypes.CDLL("libm.so.6")
+_LIBM.fma.restype = ctypes.c_double
+_LIBM.fma.argtypes = [ctypes.c_double] * 3
+_fma64: Final = np.frompyfunc(_LIBM.fma, 3, 1)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c, rounded once, in the type of a.
+
+    A product of two float32 is exact in float64. The sum is rounded to odd there: where something
+    was cut off, the last bit is set, so that rounding to float32 can't take it for a tie.
+
+    Example:
+        >>> x = np.float32(1 + 2**-12)
+        >>> float(fma(x, x, np.float32(-1 - 2**-11))) == 2**-24, float(x * x - (1 + 2**-11))
+        (True, 0.0)
+    """
+    a, b, c = np.asarray(a), np.asarray(b), np.asarray(c)
+    if a.dtype == np.float64:
+        return np.asarray(_fma64(a, b, c), np.float64)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+        total = np.asarray(product + addend)
+        back = total - product
+        error = (product - (total - back)) + (addend - back)
+    is_cut = np.isfinite(total) & ((error > 0) | (error < 0)) & (total.view(np.int64) & 1 == 0)
+    towards = np.where(error > 0, np.inf, -np.inf)
+    odd = np.where(is_cut, np.nextafter(total, towards), total)
+    result: Array = odd.astype(a.dtype)
+    return result

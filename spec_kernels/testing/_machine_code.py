@@ -171,7 +171,8 @@ def best_path(code: Code, weigh: Callable[[Iterable[Instruction]], tuple[int, ..
 
     Args:
         code: the program.
-        weigh: weight of a block, a tuple that adds up along a path; compared in order.
+        weigh: weight of a block, a tuple that adds up along a path; compared in order. A path
+            leaves at a guarded exit where the first weight of what follows is negative.
     """
     ranges, successors = blocks(code)
     content = [[code.instructions[i] for i in span] for span in ranges]
@@ -193,11 +194,14 @@ def best_path(code: Code, weigh: Callable[[Iterable[Instruction]], tuple[int, ..
                 continue
             stack.pop()
             open_blocks.discard(block)
-            ends = [(best[s][0], s) for s in pending]
-            rest, after = max(ends, default=(None, None))
-            total = weights[block]
-            if rest is not None:
-                total = tuple(a + b for a, b in zip(total, rest, strict=True))
+            total, after = weights[block], None
+            if pending:
+                rest, after = max((best[s][0], s) for s in pending)
+                last = content[block][-1]
+                if last.ends and last.jump is None and rest[0] < 0:
+                    after = None  # a guarded exit, and what follows weighs less than nothing
+                else:
+                    total = tuple(a + b for a, b in zip(total, rest, strict=True))
             best[block] = (total, after)
 
     visit(0)

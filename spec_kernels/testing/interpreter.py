@@ -112,11 +112,25 @@ def _index(x: Any) -> int:
     return int(x.handle.data.item())
 
 
+def _with_semantic(builtin: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return builtin(*args, **{**kwargs, "_semantic": _semantic})
+
+    return call
+
+
+def _patch_builtins(owner: Any, patches: _Patches) -> None:
+    """Let the operations of `triton.language` use our semantics; Triton 3.6 would use its own."""
+    for name, member in inspect.getmembers(owner):
+        if tl.core.is_builtin(member):
+            patches.set_attr(owner, name, _with_semantic(member))
+
+
 def _language_patches() -> _Patches:
     patches = _Patches()
     for lang in (tl, tl.core):
-        stock._patch_builtin(lang, _builder, patches)
-        stock._patch_builtin(lang.tensor, _builder, patches)
+        _patch_builtins(lang, patches)
+        _patch_builtins(lang.tensor, patches)
         stock._patch_lang_tensor(lang.tensor, patches)
         patches.set_attr(lang.tensor, "__index__", _index)  # Triton 3.6's fails under numpy 2.4
         stock._patch_lang_core(lang, patches)
@@ -124,8 +138,8 @@ def _language_patches() -> _Patches:
         patches.set_attr(lang, "reduce", _reductions.reduce)
         patches.set_attr(lang, "associative_scan", _reductions.associative_scan)
         patches.set_attr(lang, "multiple_of", _multiple_of)
-    stock._patch_builtin(tl.math, _builder, patches)
-    stock._patch_builtin(tl.core.tensor_descriptor_base, _builder, patches)
+    _patch_builtins(tl.math, patches)
+    _patch_builtins(tl.core.tensor_descriptor_base, patches)
     patches.set_attr(stock, "interpreter_builder", _builder)
     patches.set_attr(stock, "interpreter_semantic", _semantic)
     patches.set_attr(JITFunction, "__call__", _call_device_function)
@@ -160,6 +174,14 @@ class _Rewriter(stock.ASTTransformer):  # type: ignore[misc]
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802 - an ast visitor
         self.generic_visit(node)
         return self._plain(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 - 3.6 skips the value
+        node.targets = [self.visit(target) for target in node.targets]
+        to_tensor = ast.Attribute(
+            ast.Name("interpreter_semantic", ast.Load()), "to_tensor", ast.Load()
+        )
+        node.value = ast.Call(to_tensor, [self.visit(node.value), ast.Constant(False)], [])
+        return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:  # noqa: N802
         if node.value is not None:

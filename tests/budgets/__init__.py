@@ -14,13 +14,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from spec_kernels.testing import TARGETS
 from spec_kernels.testing import static_report as static
-from spec_kernels.testing.hot import HotCall
+from spec_kernels.testing.hot import COLUMNS, HotCall
 
 FOLDER = Path(__file__).parent
 KEY = ("operation", "configuration", "kernel", "path", "target")
 MEASURED = ("launches", "registers", "spill_bytes", "shared_bytes", "load_bits")
 ALL = (*MEASURED, "instructions_per_element", "mma")
+
+
+PAIRS = [
+    (column, call, target, n % len(TARGETS) == place)
+    for n, (column, call) in enumerate((c, x) for c, calls in COLUMNS.items() for x in calls)
+    for place, target in enumerate(TARGETS)
+]
+"""Every hot call on every target, and whether the default suite compiles it: every call once, with
+the targets in turn, so every dtype meets every option, and every target calls of many kinds."""
 
 
 def _parse(text: str, table: str = "row") -> list[dict[str, Any]]:
@@ -100,11 +110,14 @@ def to_toml(row: static.Row) -> str:
     return "\n".join(["[[row]]", *lines, f'mma = "{row.mma}"', ""])
 
 
-def write(column: str, found: list[static.Row], targets: list[str]) -> None:
-    """Record rows in place of those of the same targets."""
-    kept = [x for x in recorded(column) if x["target"] not in targets]
+def write(column: str, found: list[static.Row]) -> None:
+    """Record rows in place of those of the same calls on the same targets; sort all as in PAIRS."""
+    order = {(x.operation, x.configuration, t): i for i, (_, x, t, _) in enumerate(PAIRS)}
+    new = {(row.operation, row.configuration, row.target) for row in found}
     fields = {"instructions_per_element": None, "bound": {}}
-    others = [static.Row(**{**fields, **x}) for x in kept]
-    text = "\n".join(to_toml(row) for row in [*found, *others])
-    (FOLDER / f"{column}.toml").write_text(text)
+    kept = [static.Row(**fields | x) for x in recorded(column)]
+    rows = [r for r in kept if (r.operation, r.configuration, r.target) not in new] + found
+    known = [r for r in rows if (r.operation, r.configuration, r.target) in order]
+    known.sort(key=lambda r: order[r.operation, r.configuration, r.target])
+    (FOLDER / f"{column}.toml").write_text("\n".join(to_toml(row) for row in known))
     recorded.cache_clear()

@@ -1,6 +1,9 @@
 """Print what the kernels use, what changed against the budgets, and which limits are passed.
 
-python -m tests.budgets [--write] [column ...] [target ...]
+python -m tests.budgets [--write] [--fast] [name ...]
+
+Names are columns, operations, calls ("accept-bf16") and targets; without names all are compiled.
+--write records; --fast takes only what the default suite compiles.
 """
 
 from __future__ import annotations
@@ -9,30 +12,33 @@ import sys
 
 from spec_kernels.testing import TARGETS
 from spec_kernels.testing import static_report as static
-from spec_kernels.testing.hot import COLUMNS
 from tests import budgets
 
 
 def main(arguments: list[str]) -> int:
-    """Compile, print, perhaps write; return 1 if a budget or a limit is passed."""
-    names = [x for x in arguments if x != "--write"]
-    unknown = set(names) - {*COLUMNS, *TARGETS}
-    if unknown:
-        known = ", ".join([*COLUMNS, *TARGETS])
-        sys.stderr.write(f"unknown: {', '.join(sorted(unknown))}; known are {known}\n")
+    """Compile, print, perhaps record; return 1 if a budget or a limit is passed."""
+    names = {x for x in arguments if not x.startswith("--")}
+    targets = names & {*TARGETS} or {*TARGETS}
+    calls = names - {*TARGETS}
+    known = {x for column, call, *_ in budgets.PAIRS for x in (column, call.operation, str(call))}
+    if unknown := calls - known:
+        sys.stderr.write(f"unknown: {', '.join(sorted(unknown))}\n")
         return 2
-    targets = [x for x in TARGETS if x in names] or list(TARGETS)
     exceeded = 0
-    for column in [x for x in COLUMNS if x in names] or COLUMNS:
-        found = [row for target in targets for row in static.rows(target, COLUMNS[column])]
+    for column, call, target, is_fast in budgets.PAIRS:
+        is_meant = not calls or calls & {column, call.operation, str(call)}
+        if not is_meant or target not in targets or ("--fast" in arguments and not is_fast):
+            continue
+        found = static.rows(target, [call])
         sys.stdout.write(static.to_table(found) + "\n")
-        known_rows = budgets.recorded(column)
-        changed = [text for row in found for text in budgets.changes(row, known_rows)]
-        sys.stdout.write("".join(f"{text}\n" for text in changed))
+        for row in found:
+            for text in budgets.changes(row, budgets.recorded(column)):
+                sys.stdout.write(f"{text}\n")
         if "--write" in arguments:
-            budgets.write(column, found, targets)
+            budgets.write(column, found)
         over = [text for row in found for text in budgets.complaints(column, row)]
         sys.stdout.write("".join(f"OVER {text}\n" for text in over))
+        sys.stdout.flush()
         exceeded += len(over)
     return int(exceeded > 0)
 

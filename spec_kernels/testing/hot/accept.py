@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
@@ -9,6 +10,7 @@ from typing import Final, NamedTuple
 import torch
 
 from spec_kernels.kernels import accept, match
+from spec_kernels.kernels._residual import draw_final
 from spec_kernels.kernels.accept import residual_mass_kernel
 from spec_kernels.types import Draft
 
@@ -114,13 +116,25 @@ def make_match(batch: int, nodes: int, device: str) -> Callable[[], object]:
 
 
 def _mass_paths(launch: CompiledLaunch) -> tuple[HotPath, ...]:
+    """The pair of rows; and where a program finds the first argmax of a greedy request's row."""
     x = launch.arguments
-    chunks, lanes, width = x["SHAPE"]
+    tile = math.prod(x["SHAPE"])
     through: tuple[str, ...] = ()
     if x["SOURCE"] == "slots" and x["inputs"].draft_row is not None:
         through = (line_of(residual_mass_kernel, "sum_tiles("),)
-    step = x["step"]
-    return (HotPath(step * chunks * lanes * width, through=through, repeats=step),)
+    pairs = HotPath(x["step"] * tile, through=through, repeats=x["step"])
+    if x["SOURCE"] != "tiles":
+        return (pairs,)
+    greedy = (line_of(residual_mass_kernel, "store_argmax("),)
+    return pairs, HotPath(tile, "greedy", through=greedy)
+
+
+def _decide_paths(launch: CompiledLaunch) -> tuple[HotPath, ...]:
+    """The draw from the tile that holds the coin, whose pairs are weighed again."""
+    x = launch.arguments
+    has_q = x["inputs"].draft_row is not None
+    draw = (line_of(draw_final, f"SOURCE, {has_q}, SHAPE"),)
+    return (HotPath(math.prod(x["SHAPE"]), "draw", through=draw, within=draw),)
 
 
 def _counts(c: Configuration) -> dict[str, int]:
@@ -150,7 +164,11 @@ CALLS: Final = (
             c.name,
             partial(_prepare, c),
             launches=4 if c.filters else 3,
-            paths={"tile_stats_kernel": tile_path, "residual_mass_kernel": _mass_paths},
+            paths={
+                "tile_stats_kernel": tile_path,
+                "residual_mass_kernel": _mass_paths,
+                "decide_kernel": _decide_paths,
+            },
             counts=_counts(c._replace(batch=1)),
         )
         for c in CONFIGURATIONS.values()

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
-from triton.runtime import interpreter as _stock
 
-from .._formats import Array, bfloat16_to_float32, float32_to_bfloat16
+from .._formats import Array, bfloat16_to_float32, float32_to_bfloat16, fma
 from .program import Instruction, UnsupportedError
 from .values import UNSIGNED, Lanes, Step, numpy_type, reader, writer
 
@@ -90,17 +89,6 @@ def _packed(kind: str) -> tuple[Callable[[Array], Array], Callable[[Array], Arra
     return (lambda x: x), (lambda x: x)
 
 
-def _fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c, rounded once."""
-    if a.dtype in (np.float32, np.float64):
-        fma = (
-            _stock._interpreter.fma_fp32 if a.dtype == np.float32 else _stock._interpreter.fma_fp64
-        )
-        out: Array = fma(*(np.ascontiguousarray(x) for x in np.broadcast_arrays(a, b, c)))
-        return out
-    return (a.astype(np.float64) * b + c).astype(a.dtype)
-
-
 # --------------------------------------------------------------------------- integers and floats
 
 
@@ -127,7 +115,7 @@ for _names, _function in (
     (("neg",), lambda a: -a),
     (("abs",), np.abs),
     (("rem",), np.fmod),
-    (("fma",), _fma),
+    (("fma",), fma),
     (("copysign",), lambda a, b: np.copysign(b, a)),
 ):
     operation(*_names)(lambda i, f=_function: elementwise(i, f))  # type: ignore[misc]
