@@ -11,8 +11,19 @@ import torch
 from spec_kernels import kernels, reference
 from spec_kernels.testing import IntegerOverflowError, emulated, interpreted, watch
 from spec_kernels.types import Draft, SamplingParams
-from tests.cases import Case, lay_out, make_step
+from tests.cases import (
+    LAST_COIN,
+    Case,
+    assert_equal,
+    assert_tokens,
+    float32_law,
+    lay_out,
+    make_step,
+)
+from tests.layers import layer
 from tests.steps import Step
+from tests.test_law import assert_laws
+from tests.test_sample import assert_noise_tokens
 
 # why these: the dtypes of logits, aligned and odd rows, every source of laws, ragged and absent
 # requests (`make_step`), fixed and sampled drafts, and a vocabulary of more than one tile
@@ -112,12 +123,37 @@ def test_emulated_compiled_code_gives_the_reference(case: Case, rule: str) -> No
         assert torch.equal(one, other), name
 
 
-def test_emulated_coins_are_those_of_the_reference() -> None:
-    seeds, positions = torch.tensor([3, -5, 2**62]), torch.tensor([0, 2**33, 7])
-    with emulated(schedule="lockstep"):
-        got = kernels.coins(seeds, positions, 5)
-    for one, other in zip(got, reference.coins(seeds, positions, 5), strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("name", ["triton-ptx", "triton-reverse", "triton-shuffle"])
+@pytest.mark.parametrize("part", ["laws", "coin", "noise", "match", "coins"])
+def test_every_operation_in_every_execution(name: str, part: str) -> None:
+    """Compiled code on the CPU, and programs in other orders, under watch; three rows each."""
+    step, ops = Step(), layer(name)
+    own = torch.tensor([0, 1, 2], dtype=torch.int32)
+    logits = lay_out(step.logits[::4], "odd" if part == "noise" else "padded")
+    if part == "laws":
+        assert_laws(ops.row_law(logits, step.params, own), logits, step.params, own)
+        return
+    law = float32_law(reference.row_law(logits, step.params, own))
+    if part == "coin":
+        coins = torch.tensor([0.1, 0.5, LAST_COIN], dtype=torch.float64)
+        assert_tokens(ops.sample(logits, law, coins=coins), logits, law, coins)
+    elif part == "noise":
+        noise = step.seeds, step.positions
+        assert_noise_tokens(ops.sample(logits, law, noise=noise), logits, law, noise)
+    elif part == "match":
+        tokens = step.draft.tokens.clone()
+        tokens[0] = step.tokens[0].roll(1)  # every draft of the first request matches
+        draft = step.draft._replace(tokens=tokens)
+        assert_equal(
+            ops.match(draft, step.tokens, max_depth=3),
+            reference.match(draft, step.tokens, max_depth=3),
+        )
+    else:
+        seeds, positions = torch.tensor([3, -5, 2**62]), torch.tensor([0, 2**33, 7])
+        found = [*ops.coins(seeds, positions, 5), ops.draft_coins(seeds, positions, 3, 2)]
+        expected = [*reference.coins(seeds, positions, 5)]
+        expected.append(reference.draft_coins(seeds, positions, 3, 2))
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # --------------------------------------------------------------------------- bytes
