@@ -276,6 +276,9 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Pattern of letters and further fields of each kind of problem."""
 
+WAYS = tuple(KINDS)[tuple(KINDS).index("parameters") :]
+"""Kinds that differ in how laws are handed over rather than in the tree: fewer trees will do."""
+
 
 def drafts_of(problem: TreeProblem) -> float:
     """Return about how many drafts the tree can have."""

@@ -14,7 +14,8 @@ from spec_kernels import reference, tree
 from spec_kernels.reference import random
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 from tests.joint_tree import Prefix, TreeProblem, drafts_of, tree_problems
-from tests.mutants import Call, Mutant, module, patched, rewired
+from tests.mutants import Mutant, module, patched, rewired
+from tests.mutants_rows import Call
 
 originals = {name: getattr(module, name) for name in ("entry", "reject", "exhaust", "residual")}
 

@@ -14,18 +14,18 @@ from spec_kernels.reference import random
 from spec_kernels.reference.law import probabilities
 from spec_kernels.types import Acceptance, Draft
 from tests.joint import Filters, Problem
-from tests.joint_tree import KINDS, Survey, TreeProblem, tree_problems
+from tests.joint_tree import KINDS, WAYS, Survey, TreeProblem, tree_problems
 from tests.mutants import Mutant
 from tests.mutants_tree import TREE_MUTANTS, cousins, tree_bias
 
 RULES = ("token", "block")
-FAST, ALL = 2, 32
-"""Random trees of each kind in the default suite, and in the slow one."""
+FAST, SOME, ALL = 2, 8, 32
+"""Random trees of each kind in the default suite, and in both suites together."""
 
 SUITE = [
     pytest.param(problem, id=problem.name, marks=[] if place < FAST else pytest.mark.slow)
     for kind in KINDS
-    for place, problem in enumerate(tree_problems(kind, ALL))
+    for place, problem in enumerate(tree_problems(kind, SOME if kind in WAYS else ALL))
 ]
 
 
