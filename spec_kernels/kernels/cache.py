@@ -194,7 +194,8 @@ def append_kernel(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
 ):
-    """Rows of one token. Floor: the new rows read once and written once."""
+    """Rows of one token. Floor: `tokens * (2 * row_bytes + 8)` bytes: each row read and written
+    once, and its slot."""
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(2) * HEADS
     slot = tl.load(slots_ptr + token)
@@ -235,7 +236,8 @@ def compact_kernel(
     SPAN: tl.constexpr,
 ):
     """Accepted rows of one request, in one tensor and span of columns, to the front of the draft.
-    Floor: the rows that move, read once and written once; paths and lengths where none does."""
+    Floor: `2 * moved * row_bytes` bytes: the rows that move, in all tensors, read and written
+    once; paths and lengths where none does."""
     request = tl.program_id(0).to(tl.int64)
     HAS_NODES: tl.constexpr = num_nodes_ptr is not None
     path_row = path_ptr + request * path_stride_row
@@ -294,7 +296,8 @@ def select_state_kernel(
     BLOCK_BYTES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """One span of the state of one request and tensor. Floor: the state, read and written once."""
+    """One span of the state of one request and tensor. Floor: `2 * state_bytes` bytes: the states
+    of all tensors, read and written once."""
     request = tl.program_id(0).to(tl.int64)
     path_row = path_ptr + request * path_stride_row
     accepted = tl.load(accepted_ptr + request)
@@ -354,7 +357,8 @@ def hidden_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Hidden state of one entry of a path, or zeros. Floor: the kept rows read, all written."""
+    """Hidden state of one entry of a path, or zeros. Floor: `(kept + width) * row_bytes` bytes: the
+    kept rows read, all written."""
     request = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1)
     path_row = path_ptr + request * path_stride_row

@@ -153,7 +153,7 @@ class Traffic(NamedTuple):
 def traffic(call: HotCall) -> list[Traffic]:
     """Interpret a hot call on the CPU and count the bytes of each launch."""
     launch_all = call.prepare("cpu")
-    with watch(races=False) as seen:
+    with watch(races=False, reachable=call.reachable(launch_all)) as seen:
         launch_all()
     return [
         Traffic(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import torch
 
 from ..dry_run import CompiledLaunch
 
@@ -44,6 +46,7 @@ class HotCall:
         paths: by kernel: the paths that are counted in a compiled launch. Kernels that are not
             named have one path, and no count of instructions.
         counts: of the call on "cpu": the names in the floors of its kernels.
+        reachable: names the tensors that a prepared call reaches through addresses in memory.
     """
 
     operation: str
@@ -54,6 +57,7 @@ class HotCall:
         default_factory=dict
     )
     counts: Mapping[str, int] = field(default_factory=dict)
+    reachable: Callable[[Any], Sequence[torch.Tensor]] = field(default=lambda _: ())
 
     def __str__(self) -> str:
         """Return an id like `accept-bf16-odd`."""
