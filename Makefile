@@ -2,11 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
+COMPAT := .venv-compat
+KERNEL_TESTS := $(wildcard tests/test_testing_*.py tests/test_kernels*.py) tests/test_accept.py tests/test_law.py \
+  tests/test_match.py tests/test_random.py tests/test_sample.py
 # Two OpenMP threads collapse when other work shares the cores: tests run with one each.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format budgets bench gpu clean
+.PHONY: help demo test slow lint format budgets compat bench gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -36,8 +39,20 @@ format: $(VENV)/installed  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-budgets: $(VENV)/installed  ## what every kernel uses on every target, against tests/budgets.toml
+budgets: $(VENV)/installed  ## what every kernel uses on every target, against tests/budgets/
 	$(TEST_ENV) $(BIN)/python -m tests.budgets
+
+# The oldest Triton that is supported, in an environment of its own.
+$(COMPAT)/installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(COMPAT)
+	@grep -v '^triton==' constraints-dev.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check -c $(COMPAT)/constraints.txt torch
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check -c $(COMPAT)/constraints.txt \
+	  -e . 'triton==3.6.*' hypothesis pytest pytest-xdist scipy
+	@touch $@
+
+compat: $(COMPAT)/installed  ## the kernels and their harness under the oldest Triton, 3.6
+	$(TEST_ENV) $(COMPAT)/bin/pytest -n 2 --dist worksteal -m 'not slow and not gpu' $(KERNEL_TESTS)
 
 bench: $(VENV)/installed  ## the CPU benchmarks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks
@@ -46,4 +61,4 @@ gpu:  ## on a machine with a GPU: correctness of every compiled kernel, then ben
 	HF_HUB_OFFLINE=1 python3 -m pytest -m gpu
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(COMPAT) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
