@@ -12,7 +12,6 @@ from tests.layers import LAYERS, layer
 from tests.tree_cases import random_parents
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
-every_tree_layer = pytest.mark.parametrize("name", LAYERS[:1])
 
 
 @every_layer
@@ -49,7 +48,7 @@ def test_match_reports_what_it_reaches(name: str) -> None:
     assert result.status.tolist() == [INVALID_TARGET, INVALID_DRAFT, OK, OK, INVALID_TARGET]
 
 
-@every_tree_layer
+@every_layer
 @pytest.mark.parametrize(("batch", "nodes"), [(0, 4), (1, 1), (8, 5), (8, 30), (2, 260)])
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32], ids=["i64", "i32"])
 def test_matches_on_trees_equal_the_oracles(
@@ -70,7 +69,7 @@ def test_matches_on_trees_equal_the_oracles(
             assert_equal(result, reference.match(draft, own, max_depth=depth))
 
 
-@every_tree_layer
+@every_layer
 def test_match_takes_the_first_child_that_equals(name: str) -> None:
     """The first of two equal siblings, whatever follows; a fault counts where the walk ends."""
     parents = torch.tensor([[-1, 0, 0, 0, 1, 2], [-1, 0, 0, 1, 1, 3], [-1, 0, 0, 3, 0, 0]]).int()
@@ -83,7 +82,7 @@ def test_match_takes_the_first_child_that_equals(name: str) -> None:
     assert result.status.tolist() == [OK, INVALID_DRAFT, BAD_TREE]
 
 
-@every_tree_layer
+@every_layer
 def test_a_chain_given_as_parents_matches_alike(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     own = torch.randint(-1, 2, (12, 6), generator=generator)
