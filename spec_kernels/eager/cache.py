@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -43,30 +44,38 @@ def append_cache(
         >>> cache.flatten()
         tensor([0., 0., 0., 5.])
     """
+    is_kept = (slots >= 0) & (slots < key_cache.shape[0] * key_cache.shape[1])
+    if not bool(is_kept.all()):
+        slots, key = slots[is_kept], key[is_kept]
+        value = None if value is None else value[is_kept]
     _append(key_cache, key, slots, key_scale)
     if value_cache is not None and value is not None:
         _append(value_cache, value, slots, value_scale)
 
 
 def _append(cache: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None) -> None:
-    is_kept = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    if not bool(is_kept.all()):
-        slots, rows = slots[is_kept], rows[is_kept]
-    place = slots // cache.shape[1], slots % cache.shape[1]
+    """Write rows at slots that exist."""
     if cache.dtype not in LIMIT:
-        cache[place] = rows.to(cache.dtype)
+        _write(cache, slots, rows.to(cache.dtype))
         return
     x, limit = rows.float(), LIMIT[cache.dtype]
     if scale is not None and scale.dim() == 1:
         x = x / scale
     elif scale is not None:
         largest = x.abs().amax(-1) / limit
-        scale[place] = largest
+        _write(scale, slots, largest)
         x = torch.where(largest[..., None] == 0.0, 0.0, x / largest[..., None])
     x = x.clamp(-limit, limit)
     if cache.dtype == torch.int8:
         x = x.nan_to_num(0.0).round()
-    _as_integers(cache)[place] = _as_integers(x.to(cache.dtype))
+    _write(_as_integers(cache), slots, _as_integers(x.to(cache.dtype)))
+
+
+def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    if cache.is_contiguous():  # whole rows are copied faster than by two indices
+        cache.view(cache.shape[0] * cache.shape[1], -1).index_copy_(0, slots, rows.flatten(1))
+    else:
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -74,45 +83,33 @@ def _as_integers(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-class _Nodes(NamedTuple):
-    """Pairs of a request and a node, `[n] int64` each."""
-
-    request: Tensor
-    node: Tensor
-
-
 class _Finder:
     """Finds the rows of nodes in tensors of one shape and block table."""
 
     def __init__(
-        self, table: Tensor | None, blocks: int, block_size: int, context_lens: Tensor
+        self, table: Tensor | None, blocks: int, block_size: int, contexts: Sequence[int]
     ) -> None:
         self._table, self._blocks, self._block_size = table, blocks, block_size
-        self._context_lens = context_lens.long()
+        self._contexts = contexts
+        self.end = block_size * (1 if table is None else table.shape[1])
 
-    def rows(self, nodes: _Nodes) -> Tensor:
+    def rows(self, requests: Sequence[int], nodes: Sequence[int]) -> list[int]:
         """Return block * block_size + slot of each node, -1 where it has no row."""
-        context = self._context_lens[nodes.request]
-        position = torch.where((context < 0) | (nodes.node < 0), -1, context + nodes.node)
-        index = position.div(self._block_size, rounding_mode="floor")
-        if self._table is None:
-            block = torch.where(index == 0, nodes.request, -1)
-        else:
-            table = torch.nn.functional.pad(self._table.long(), (0, 1), value=-1)
-            last = table.shape[1] - 1
-            block = table[nodes.request, torch.where((index < 0) | (index > last), last, index)]
-        exists = (block >= 0) & (block < self._blocks)
-        return torch.where(exists, block * self._block_size + position % self._block_size, -1)
-
-    def dead(self, is_kept: Tensor, num_nodes: Tensor) -> _Nodes:
-        """Return the nodes behind the paths of present requests that may have rows."""
-        blocks = 1 if self._table is None else self._table.shape[1]
-        end = (blocks * self._block_size - self._context_lens).minimum(num_nodes)
-        count = is_kept.sum(1)
-        widest = int(end.amax().clamp(min=0)) if len(end) else 0
-        node = torch.arange(widest, device=num_nodes.device)
-        is_dead = (node >= count[:, None]) & (node < end[:, None]) & (count[:, None] > 0)
-        return _Nodes(*is_dead.nonzero(as_tuple=True))
+        contexts, size = self._contexts, self._block_size
+        positions = [contexts[b] + n for b, n in zip(requests, nodes, strict=True)]
+        exists = [
+            n >= 0 and contexts[b] >= 0 and p < self.end
+            for b, n, p in zip(requests, nodes, positions, strict=True)
+        ]
+        positions = [p if ok else 0 for p, ok in zip(positions, exists, strict=True)]
+        blocks = list(requests)
+        if self._table is not None and any(exists):
+            index = torch.tensor([p // size for p in positions])
+            blocks = self._table[torch.tensor(requests), index].tolist()
+        return [
+            block * size + p % size if ok and 0 <= block < self._blocks else -1
+            for block, p, ok in zip(blocks, positions, exists, strict=True)
+        ]
 
 
 def compact_cache(
@@ -144,32 +141,46 @@ def compact_cache(
         >>> cache
         tensor([[0, 1, 4, 3, 4, 5]])
     """
-    is_kept = _is_kept(path, accepted_lens)
-    is_moved = is_kept & (path >= 0) & (path != _columns(path))
-    if num_nodes is not None:
-        is_moved &= path < num_nodes[:, None]
-    targets = _Nodes(*is_moved.nonzero(as_tuple=True))
-    if num_nodes is None and not targets.node.numel():
+    kept = _kept_lens(path, accepted_lens)
+    counts = None if num_nodes is None else num_nodes.tolist()
+    moves = [
+        (b, i, node)
+        for b, nodes in enumerate(path.tolist())
+        for i, node in enumerate(nodes[: kept[b]])
+        if node not in (i, -1) and (counts is None or node < counts[b])
+    ]
+    if not moves and counts is None:
         return
+    contexts = context_lens.tolist()
     plans: dict[tuple[int, ...], _Plan] = {}
     for tensor, group in zip(caches.tensors, caches.table[:, 9].tolist(), strict=True):
         key = (tensor.shape[0], tensor.shape[1], group)
         if key not in plans:
             is_shared = block_table is None or block_table.dim() == 2
             table = block_table if block_table is None or is_shared else block_table[group]
-            find = _Finder(table, tensor.shape[0], tensor.shape[1], context_lens)
-            dead = None if num_nodes is None else find.dead(is_kept, num_nodes)
-            plans[key] = _plan(find, path, targets, dead)
+            find = _Finder(table, tensor.shape[0], tensor.shape[1], contexts)
+            dead = None if counts is None else _dead(kept, counts, contexts, find.end)
+            plans[key] = _plan(find, moves, dead)
         _carry_out(plans[key], _as_integers(tensor))
 
 
-def _columns(path: Tensor) -> Tensor:
-    return torch.arange(path.shape[1], device=path.device)
+def _kept_lens(path: Tensor, accepted_lens: Tensor) -> list[int]:
+    """Return how many entries of each path count: accepted_lens + 1 of a present request."""
+    lens = accepted_lens.clamp(-1, path.shape[1] - 1) + 1
+    kept: list[int] = torch.where(path[:, 0] >= 0, lens, 0).tolist()
+    return kept
 
 
-def _is_kept(path: Tensor, accepted_lens: Tensor) -> Tensor:
-    """Tell which entries of a path count: the first accepted_lens + 1 of a present request."""
-    return (_columns(path) <= accepted_lens[:, None]) & (path[:, :1] >= 0)
+def _dead(
+    kept: Sequence[int], counts: Sequence[int], contexts: Sequence[int], end: int
+) -> list[tuple[int, int]]:
+    """Return request and node of what lies behind the paths and may have rows."""
+    return [
+        (b, node)
+        for b, (length, count, context) in enumerate(zip(kept, counts, contexts, strict=True))
+        if length and context >= 0
+        for node in range(length, min(count, end - context))
+    ]
 
 
 class _Plan(NamedTuple):
@@ -184,19 +195,22 @@ class _Plan(NamedTuple):
     cleared: Tensor | None
 
 
-def _plan(find: _Finder, path: Tensor, targets: _Nodes, dead: _Nodes | None) -> _Plan:
-    source = find.rows(_Nodes(targets.request, path[targets].long()))
-    target = find.rows(targets)
-    exists = (source >= 0) & (target >= 0)
-    moves = []
-    for start in range(0, path.shape[1], GROUP):
-        chosen = exists & (targets.node >= start) & (targets.node < start + GROUP)
-        if bool(chosen.any()):
-            moves.append((source[chosen], target[chosen]))
+def _plan(
+    find: _Finder, moves: Sequence[tuple[int, int, int]], dead: Sequence[tuple[int, int]] | None
+) -> _Plan:
+    requests = [b for b, _, _ in moves]
+    targets = find.rows(requests, [i for _, i, _ in moves])
+    sources = find.rows(requests, [node for _, _, node in moves])
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for (_, i, _), source, target in zip(moves, sources, targets, strict=True):
+        if source >= 0 and target >= 0:
+            groups.setdefault(i // GROUP, []).append((source, target))
+    pairs = [torch.tensor(groups[number]).unbind(1) for number in sorted(groups)]
+    found = [(source, target) for source, target in pairs]
     if dead is None:
-        return _Plan(moves, None)
-    cleared = find.rows(dead)
-    return _Plan(moves, cleared[cleared >= 0])
+        return _Plan(found, None)
+    cleared = find.rows([b for b, _ in dead], [node for _, node in dead])
+    return _Plan(found, torch.tensor([row for row in cleared if row >= 0], dtype=torch.int64))
 
 
 def _carry_out(plan: _Plan, rows: Tensor) -> None:
@@ -214,6 +228,12 @@ def _carry_out(plan: _Plan, rows: Tensor) -> None:
         rows[target // block_size, target % block_size] = moved
     if plan.cleared is not None:
         rows[plan.cleared // block_size, plan.cleared % block_size] = 0
+
+
+def _is_kept(path: Tensor, accepted_lens: Tensor) -> Tensor:
+    """Tell which entries of a path count."""
+    columns = torch.arange(path.shape[1], device=path.device)
+    return (columns <= accepted_lens[:, None]) & (path[:, :1] >= 0)
 
 
 def compact_hidden(
