@@ -5,11 +5,13 @@ package imports torch and nothing else that is heavy.
 """
 
 from spec_kernels.nn import (
+    AttentionStep,
     ContiguousKVCache,
     KVShape,
     PagedKVCache,
     SlidingWindowKVCache,
     Verifier,
+    VerifyAttention,
 )
 from spec_kernels.ops import (
     accept,
@@ -20,10 +22,13 @@ from spec_kernels.ops import (
     compact_hidden,
     draft_coins,
     match,
+    merge_attention,
     overlap,
     row_law,
     sample,
     select_state,
+    verify_attention,
+    verify_attention_mla,
 )
 from spec_kernels.types import (
     BAD_TREE,
@@ -48,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Acceptance",
+    "AttentionStep",
     "BAD_TREE",
     "CacheTensors",
     "ContiguousKVCache",
@@ -66,6 +72,7 @@ __all__ = [
     "SlidingWindowKVCache",
     "TOP_P_SLACK",
     "Verifier",
+    "VerifyAttention",
     "ZERO_Q",
     "accept",
     "adjust_logits_",
@@ -76,8 +83,11 @@ __all__ = [
     "draft_coins",
     "invert_id_map",
     "match",
+    "merge_attention",
     "overlap",
     "row_law",
     "sample",
     "select_state",
+    "verify_attention",
+    "verify_attention_mla",
 ]

@@ -397,7 +397,10 @@ def verify_split_kernel(
     window,
     FORM: tl.constexpr,
 ):
-    """Attend from some rows to one split. Floor: its keys and values, and the rows."""
+    """Attend from some rows to one split, and store its partial result.
+
+    Floor: `positions * position_bytes + rows * query_bytes + rows * splits * part_bytes` bytes.
+    """
     pid = tl.program_id(0)
     split = tl.program_id(1)
     m_tile = pid % m_tiles
@@ -484,7 +487,10 @@ def merge_splits_kernel(
     HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merge the splits of one row in ascending order. Floor: its partial results."""
+    """Merge the splits of one row in ascending order.
+
+    Floor: `rows * splits * part_bytes + rows * out_bytes` bytes.
+    """
     token = tl.program_id(0)
     head = tl.program_id(1)
     row = token.to(tl.int64) * heads + head
