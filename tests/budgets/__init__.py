@@ -25,12 +25,14 @@ ALL = (*MEASURED, "instructions_per_element", "mma")
 
 
 PAIRS = [
-    (column, call, target, n % len(TARGETS) == place)
-    for n, (column, call) in enumerate((c, x) for c, calls in COLUMNS.items() for x in calls)
+    (column, call, target, (len(column) + n) % len(TARGETS) == place)
+    for column, calls in COLUMNS.items()
+    for n, call in enumerate(calls)
     for place, target in enumerate(TARGETS)
 ]
 """Every hot call on every target, and whether the default suite compiles it: every call once, with
-the targets in turn, so every dtype meets every option, and every target calls of many kinds."""
+the targets in turn, so every dtype meets every option, and every target calls of many kinds. The
+columns start with different targets, and none moves when another grows."""
 
 
 def _parse(text: str, table: str = "row") -> list[dict[str, Any]]:
