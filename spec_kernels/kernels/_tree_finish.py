@@ -40,20 +40,27 @@ def finish_walk(
     REPLACEMENT: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Token rule: walk to the end, pass after pass; the results of `walk`, with a before s."""
-    v, rejected, last_pass, s, missing = walk(
-        work, plan, inputs, request, passes, sizes, REPLACEMENT, TILES
-    )
     one = tl.full((), 1.0, tl.float64)
+    v = tl.full((), 0, tl.int32)
+    rejected = tl.full((), -1, tl.int32)
+    last_pass = tl.full((), -1, tl.int32)
+    s = tl.full((), 0.0, tl.float64)
+    missing = tl.full((), 0, tl.int32)
     while missing >= 0:
-        make_pass(
-            work, plan, inputs, parents_ptr, request, missing, 0, sizes.spans, one, s, sizes,
-            SOURCE, REPLACEMENT, NODES, SHAPE,
-        )  # fmt: skip
-        tl.debug_barrier()  # every thread reads the sums
-        passes += 1
         v, rejected, last_pass, s, missing = walk(
             work, plan, inputs, request, passes, sizes, REPLACEMENT, TILES
         )
+        if missing >= 0:
+            make_pass(
+                work, plan, inputs, parents_ptr, request, missing, 0, sizes.spans, one, s, sizes,
+                SOURCE, REPLACEMENT, NODES, SHAPE,
+            )  # fmt: skip
+            tl.debug_barrier()  # every thread reads the sums
+            passes += 1
+            v = tl.full((), 0, tl.int32)  # constants need no registers during a pass
+            rejected = tl.full((), -1, tl.int32)
+            last_pass = tl.full((), -1, tl.int32)
+            s = tl.full((), 0.0, tl.float64)
     return v, rejected, last_pass, one, s
 
 
@@ -66,27 +73,29 @@ def finish_levels(
     node = tl.arange(0, NODES)
     base = request * sizes.nodes
     state = load_state(work, plan, parents_ptr, request, sizes, IS_FIRST, REPLACEMENT, NODES)
-    a, s, z, rem, stage = judge_nodes(state, state.a, state.s, state.z, state.rem, state.stage)
-    kept, is_kept, is_missing = find_kept(plan, inputs, request, sizes, state, a, z, stage, NODES)
-    while tl.max(is_missing.to(tl.int32), 0) > 0:
-        place = tl.max(tl.where(is_missing, state.order, -1), 0)
-        child = tl.max(tl.where(is_missing & (state.order == place), node, -1), 0)
-        above = take(a, take(state.parent, child))
-        make_pass(
-            work, plan, inputs, parents_ptr, request, child, 0, sizes.spans, above, take(s, child),
-            sizes, SOURCE, REPLACEMENT, NODES, SHAPE,
-        )  # fmt: skip
-        tl.debug_barrier()  # every thread reads the sums
-        here = node == child
-        z = tl.where(here, add_tiles(work.mass, base + child, sizes.spans, TILES), z)
-        if wants_rest(plan, base + child, base, REPLACEMENT):
-            rem = tl.where(here, add_tiles(work.rest, base + child, sizes.spans, TILES), rem)
-        stage = tl.where(here, KNOWN, stage)
+    a, s, z, rem, stage = state.a, state.s, state.z, state.rem, state.stage
+    v = tl.full((), -1, tl.int32)
+    while v < 0:
         a, s, z, rem, stage = judge_nodes(state, a, s, z, rem, stage)
         kept, is_kept, is_missing = find_kept(
             plan, inputs, request, sizes, state, a, z, stage, NODES
         )
-    v = tl.max(tl.where(is_kept & (state.order == kept), node, -1), 0)
+        place = tl.max(tl.where(is_missing, state.order, -1), 0)
+        if place >= 0:
+            child = tl.max(tl.where(is_missing & (state.order == place), node, -1), 0)
+            above = take(a, take(state.parent, child))
+            make_pass(
+                work, plan, inputs, parents_ptr, request, child, 0, sizes.spans, above,
+                take(s, child), sizes, SOURCE, REPLACEMENT, NODES, SHAPE,
+            )  # fmt: skip
+            tl.debug_barrier()  # every thread reads the sums
+            here = node == child
+            z = tl.where(here, add_tiles(work.mass, base + child, sizes.spans, TILES), z)
+            if wants_rest(plan, base + child, base, REPLACEMENT):
+                rem = tl.where(here, add_tiles(work.rest, base + child, sizes.spans, TILES), rem)
+            stage = tl.where(here, KNOWN, stage)
+        else:
+            v = tl.max(tl.where(is_kept & (state.order == kept), node, -1), 0)
     is_child = (state.parent == v) & (state.kind > 0)
     rejected = tl.max(tl.where(is_child, node, -1), 0)
     last_pass = tl.max(tl.where(is_child & ((state.kind & SAMPLED) > 0), node, -1), 0)

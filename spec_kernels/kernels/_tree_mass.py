@@ -34,6 +34,8 @@ from spec_kernels.kernels._residual import (
 )
 from spec_kernels.kernels._tree import BIG, POSSIBLE, SAMPLED, USABLE, target_law_at
 
+TINY = tl.constexpr(1e-30)  # below it a float32 reciprocal would overflow
+LIFT = tl.constexpr(1.2676506002282294e30)  # 2^100
 PART = tl.constexpr(1024)  # ids of a tile that are read at once where special ids are among them
 
 
@@ -318,6 +320,22 @@ def weigh_final(inputs, ids, at, special, first, end, sizes, SOURCE: tl.constexp
     """The residual of ids in `[first, end)` where every child is rejected."""
     p, q = weigh_pair(inputs, ids, at, sizes, SOURCE, HAS_Q, False, True)
     return remove_special(residual_of(p, q, at, HAS_Q), ids, special, first, end)
+
+
+@triton.jit
+def divide(x, y):
+    """x / y in float64, 0 where y is not positive: Newton steps from a float32 reciprocal.
+
+    The division of the language calls a subroutine, for which the kernel would save registers.
+    """
+    lift = tl.where(y < TINY, LIFT, 1.0)
+    divisor = tl.where(y > 0.0, y * lift, 1.0)
+    inverse = (1.0 / divisor.to(tl.float32)).to(tl.float64)
+    inverse = tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
+    inverse = tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
+    quotient = x * lift * inverse
+    quotient = tl.fma(tl.fma(-quotient, divisor, x * lift), inverse, quotient)
+    return tl.where(y > 0.0, quotient, 0.0)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from spec_kernels.kernels._tree import POSSIBLE, SAMPLED
-from spec_kernels.kernels._tree_mass import measure_pass, rows_at, special_children
+from spec_kernels.kernels._tree_mass import divide, measure_pass, rows_at, special_children
 
 
 class Work(NamedTuple):
@@ -47,29 +47,10 @@ class Work(NamedTuple):
     order: Any
 
 
-TINY = tl.constexpr(1e-30)  # below it a float32 reciprocal would overflow
-LIFT = tl.constexpr(1.2676506002282294e30)  # 2^100
-
 WAITING = tl.constexpr(0)  # nothing is known of the node
 JUDGED = tl.constexpr(1)  # a is known
 WANTED = tl.constexpr(2)  # and the next launch makes its pass
 KNOWN = tl.constexpr(3)  # and the state of its parent behind it
-
-
-@triton.jit
-def divide(x, y):
-    """x / y in float64, 0 where y is not positive: Newton steps from a float32 reciprocal.
-
-    The division of the language calls a subroutine, for which the kernel would save registers.
-    """
-    lift = tl.where(y < TINY, LIFT, 1.0)
-    divisor = tl.where(y > 0.0, y * lift, 1.0)
-    inverse = (1.0 / divisor.to(tl.float32)).to(tl.float64)
-    inverse = tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
-    inverse = tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
-    quotient = x * lift * inverse
-    quotient = tl.fma(tl.fma(-quotient, divisor, x * lift), inverse, quotient)
-    return tl.where(y > 0.0, quotient, 0.0)
 
 
 @triton.jit
