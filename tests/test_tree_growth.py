@@ -45,8 +45,8 @@ def grown_draft(
     """Return ragged random trees of fixed drafts, and scores in eighths with many ties."""
     random, trees = Random(seed), []
     for _ in range(batch):
-        parents, depth = [-1], [0]
-        while len(parents) < random.randint(1, nodes):
+        parents, depth, size = [-1], [0], random.randint(1, nodes)
+        while len(parents) < size:
             above = random.randrange(len(parents))
             if depth[above] < max_depth:
                 parents.append(above)
