@@ -308,7 +308,8 @@ def widen(step: Step, columns: int) -> Step:
 @every_layer
 @both_rules
 def test_parameters_give_what_their_laws_give(name: str, rule: str) -> None:
-    step = step_of(smaller(name, TreeCase(6, 30, 259, "sampled first", BF16, "odd", "all", seed=5)))
+    batch, nodes = fewer(name, 6, 1), fewer(name, 30, 5)
+    step = step_of(TreeCase(batch, nodes, 259, "sampled first", BF16, "odd", "all", seed=5))
     ops = layer(name)
     law = ops.row_law(step.target_logits, step.params, step.row_request)
     assert_equal(
