@@ -285,6 +285,26 @@ def mass_at_argmax(inputs, rows, is_hot, log2_a, sizes):
 
 
 @triton.jit
+def sum_runs(
+    inputs, first, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Residuals of LANES runs of neighbouring ids; unmasked and without cutoffs where it can be."""
+    ids = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    width = tl.minimum(sizes.vocab, sizes.draft_vocab) if HAS_Q else sizes.vocab
+    has_cutoff = rows.p.cutoff > NEG_INF
+    if HAS_Q:
+        has_cutoff = has_cutoff | (rows.q.cutoff > NEG_INF)
+    if (first + LANES * EACH > width) | has_cutoff | (inputs.draft_column is not None):
+        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+        runs = tl.sum(w, 1)
+    else:
+        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, False)
+        runs = tl.sum(w, 1)
+    return runs
+
+
+@triton.jit
 def draw_id(
     inputs, first, fraction, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -303,9 +323,8 @@ def draw_id(
         _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
         place, fraction = find(tl.sum(tl.sum(w, 1), 1), fraction)
         first += place * (LANES * EACH)
-    ids = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
-    place, fraction = find(tl.sum(w, 1), fraction)
+    runs = sum_runs(inputs, first, rows, one_hot, sizes, SOURCE, HAS_Q, LANES, EACH)
+    place, fraction = find(runs, fraction)
     first += place * EACH
     ids = first + tl.arange(0, EACH)
     _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 
 from spec_kernels.kernels import accept, match
-from spec_kernels.kernels._residual import draw_final
+from spec_kernels.kernels._residual import draw_final, sum_runs, sum_weights
 from spec_kernels.kernels.accept import residual_mass_kernel
 from spec_kernels.types import Draft
 
@@ -120,9 +120,11 @@ def _mass_paths(launch: CompiledLaunch) -> tuple[HotPath, ...]:
     x = launch.arguments
     tile = math.prod(x["SHAPE"])
     through: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
     if x["SOURCE"] == "slots" and x["inputs"].draft_row is not None:
         through = (line_of(residual_mass_kernel, "sum_tiles("),)
-    pairs = HotPath(x["step"] * tile, through=through, repeats=x["step"])
+        avoid = (line_of(sum_weights, "HAS_Q, False, True)"),)  # masked tiles
+    pairs = HotPath(x["step"] * tile, through=through, avoid=avoid, repeats=x["step"])
     if x["SOURCE"] != "tiles":
         return (pairs,)
     greedy = (line_of(residual_mass_kernel, "store_argmax("),)
@@ -130,11 +132,17 @@ def _mass_paths(launch: CompiledLaunch) -> tuple[HotPath, ...]:
 
 
 def _decide_paths(launch: CompiledLaunch) -> tuple[HotPath, ...]:
-    """The draw from the tile that holds the coin, whose pairs are weighed again."""
+    """The draw from the tile that holds the coin, whose pairs are weighed again.
+
+    The compiler merges what the draws with and without q share, and names either of the two lines.
+    """
     x = launch.arguments
     has_q = x["inputs"].draft_row is not None
-    draw = (line_of(draw_final, f"SOURCE, {has_q}, SHAPE"),)
-    return (HotPath(math.prod(x["SHAPE"]), "draw", through=draw, within=draw),)
+    both = tuple(line_of(draw_final, f"SOURCE, {flag}, SHAPE") for flag in (True, False))
+    avoid = () if x["SOURCE"] == "slots" else (line_of(sum_runs, "HAS_Q, False, True)"),)
+    fast = line_of(sum_runs, "HAS_Q, True, False)")
+    through = (both[0] if has_q else both[1], *((fast,) if avoid else ()))
+    return (HotPath(math.prod(x["SHAPE"]), "draw", through=through, avoid=avoid, within=both),)
 
 
 def _counts(c: Configuration) -> dict[str, int]:
