@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import bench_generate
+from benchmarks import bench_generate, bench_traffic
 
 if __name__ == "__main__":
     bench_generate.main()
+    bench_traffic.main()
