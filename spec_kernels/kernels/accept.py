@@ -23,8 +23,7 @@ with the rounding error of `shift` carried exactly by `factor`.
 Traffic: rows * vocab + 2 * residual rows * vocab elements, and 12 bytes per row and tile.
 Residual rows: one per request (token rule), one per draft (block rule). Instructions an id pair
 (sm_90, scan included): at most 16 for bfloat16, 13 for float32, 4 more with cutoffs.
-Determinism: fixed tiles, fixed orders of summation, no atomics; a request's result depends on its
-own rows alone.
+Determinism: fixed tiles and orders of summation, no atomics; a request depends on itself alone.
 
 Source:
     Leviathan et al. 2023; Chen et al. 2023; Sun et al. 2025, "Block verification".
@@ -458,10 +457,6 @@ def _outputs(tokens: Tensor, max_depth: int) -> Acceptance:
     )
 
 
-def _contiguous(law: Law | None) -> Law | None:
-    return None if law is None else Law(*(field.contiguous() for field in law))
-
-
 def _target_law(
     logits: Tensor, law: Law | SamplingParams | None, row: Tensor, num_nodes: Tensor
 ) -> tuple[Law | Tiles | None, str]:
@@ -469,7 +464,7 @@ def _target_law(
     if law is None:
         return None, "probabilities"
     if isinstance(law, Law):
-        return _contiguous(law), "rows"
+        return Law(*(field.contiguous() for field in law)), "rows"
     params = SamplingParams(*(None if p is None else p.contiguous() for p in law))
     slots = Slots(row.numel(), row=row, num_nodes=num_nodes, nodes=row.shape[1])
     stats = tile_stats(logits, params, slots)
@@ -556,7 +551,7 @@ def accept(
         tokens=draft.tokens.contiguous(),
         num_nodes=num_nodes,
         draft_logits=None if draft.logits is None else align(draft.logits),
-        draft_law=_contiguous(draft.law),
+        draft_law=None if draft.law is None else Law(*(x.contiguous() for x in draft.law)),
         draft_row=None if draft.row is None else draft.row.contiguous(),
         draft_column=None if target_to_draft is None else target_to_draft.contiguous(),
         target_logits=target_logits,
