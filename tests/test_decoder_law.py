@@ -18,9 +18,10 @@ from torch import Tensor
 
 from spec_kernels import ops
 from spec_kernels.decoder import Decoder, Request
-from spec_kernels.proposers import DraftModelProposer, NgramProposer
+from spec_kernels.proposers import BestFirst, DraftModelProposer, NgramProposer
+from spec_kernels.proposers.draft_model import DraftModelSession
 from spec_kernels.targets import TableTarget
-from spec_kernels.types import Acceptance, Draft, SamplingParams
+from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, SamplingParams
 
 TOKENS = 4
 SIGNIFICANT = 1e-6
@@ -94,6 +95,85 @@ def test_joint_law_with_fixed_drafts() -> None:
 
 def test_joint_law_of_plain_decoding() -> None:
     assert run(Decoder(TableTarget(random_table(3, 12))), 600) > SIGNIFICANT
+
+
+TREES = {
+    "block-sampled": ("block", "sampled", [2, 2], 300),
+    "token-sampled": ("token", "sampled", [3, 1], 300),
+    "block-replacement": ("block", "replacement", [2, 2], 300),
+    "token-replacement": ("token", "replacement", [2, 2], 300),
+    "block-fixed": ("block", "fixed", [2, 1], 300),
+    "block-mixed": ("block", "mixed", [2, 2], 300),
+    "token-mixed": ("token", "mixed", [3, 1], 300),
+    "block-mixed-uneven": ("block", "mixed", [-1, 0, 0, 0, 1, 1, 3], 300),
+    "block-sampled-uneven": ("block", "sampled", [-1, 0, 0, 0, 1, 1, 3, 4, 4, 6], 300),
+    "coupled-sampled": ("coupled", "sampled", [2, 2], 200),
+    "block-best": ("block", "fixed", BestFirst(5, depth=3, expanded=2, children=2), 300),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_joint_law_with_trees(case: str) -> None:
+    rule, children, tree, count = TREES[case]
+    model = TableTarget(random_table(3, 14))
+    proposer = DraftModelProposer(model, tree=tree, children=children)
+    decoder = Decoder(TableTarget(random_table(3, 13)), proposer, gamma=3, rule=rule)
+    assert run(decoder, count, 0.8) > SIGNIFICANT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [2, 4])
+@pytest.mark.parametrize("case", TREES)
+def test_joint_law_with_trees_in_long_runs(case: str, vocab: int) -> None:
+    """With filters besides: supports smaller than the children asked for."""
+    rule, children, tree, count = TREES[case]
+    model = TableTarget(random_table(vocab, 16, 1.5))
+    proposer = DraftModelProposer(model, tree=tree, children=children)
+    decoder = Decoder(TableTarget(random_table(vocab, 15)), proposer, gamma=3, rule=rule)
+    assert run(decoder, 8 * count, 1.0) > SIGNIFICANT
+
+
+def test_joint_law_with_trees_of_ngrams() -> None:
+    decoder = Decoder(TableTarget(random_table(2, 17)), NgramProposer(nodes=7), gamma=3)
+    assert run(decoder, 400) > SIGNIFICANT
+
+
+def test_drawn_nodes_dropped_by_value_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    propose = DraftModelSession.propose
+
+    def drop(session: DraftModelSession, *arguments: object) -> Draft:
+        draft = propose(session, *arguments)
+        if draft.logits is None:
+            return draft
+        law = draft.logits.softmax(1)[draft.row.clamp(min=0).long()]
+        q = law.gather(2, draft.tokens.clamp(min=0)[..., None])[..., 0]
+        tokens = torch.where((draft.row >= 0) & (q < 0.3), PAD_TOKEN, draft.tokens)
+        return draft._replace(tokens=tokens)
+
+    monkeypatch.setattr(DraftModelSession, "propose", drop)
+    target = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.7, 0.2, 0.1]]).log()
+    draft = (0.2 + 0.4 * torch.eye(3)).log()
+    for rule in ("block", "token"):
+        proposer = DraftModelProposer(TableTarget(draft), tree=[2, 1])
+        decoder = Decoder(TableTarget(target), proposer, gamma=2, rule=rule)
+        assert run(decoder, 150) < SIGNIFICANT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [True, False])
+def test_cousins_that_share_noise_are_caught(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared(*arguments: object) -> Tensor:
+        coins = ops.draft_coins(*arguments)
+        coins[:, 2:] = coins[:, 1:2]
+        return coins
+
+    if shares:
+        monkeypatch.setattr("spec_kernels.proposers.draft_model.draft_coins", shared)
+    target = torch.tensor([[0.64, 0.36], [0.94, 0.06]]).log()
+    draft = torch.tensor([[0.33, 0.67], [0.53, 0.47]]).log()
+    proposer = DraftModelProposer(TableTarget(draft), tree=[2, 1])
+    decoder = Decoder(TableTarget(target), proposer, gamma=2)
+    assert (run(decoder, 6000) > SIGNIFICANT) != shares
 
 
 class MutantVerifier(torch.nn.Module):
