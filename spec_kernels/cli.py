@@ -26,6 +26,7 @@ from rich.text import Text
 from spec_kernels import __version__
 from spec_kernels.comparison import Comparison, TimedRun, compare
 from spec_kernels.decoder import Decoder, Request
+from spec_kernels.proposers import BestFirst, DraftModelProposer, NgramProposer, TreeTemplate
 
 app = typer.Typer(
     add_completion=False,
@@ -39,6 +40,7 @@ _ERR = Console(stderr=True, highlight=False)
 ProposerName = Literal["ngram", "draft", "none"]
 RuleName = Literal["block", "token", "coupled"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+ChildrenName = Literal["sampled", "replacement", "fixed", "mixed"]
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Setup:
     rule: str
     dtype: str
     eos_ids: list[int]
+    tree: str
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -111,9 +114,16 @@ def _load(
     dtype: str,
     threads: int | None,
     min_ngram: int,
+    tree: str | None = None,
+    nodes: int | None = None,
+    children: str = "sampled",
 ) -> Setup:
     if proposer == "draft" and draft_model is None:
         raise ValueError("--proposer draft needs --draft-model DIRECTORY")
+    if tree is not None and (proposer != "draft" or nodes is not None):
+        raise ValueError("--tree needs --proposer draft and no --tree-nodes")
+    shape = None if tree is None else TreeTemplate.parse(tree)
+    gamma = gamma if shape is None else min(gamma, shape.depth)
     if threads is not None:
         torch.set_num_threads(threads)
     with _progress() as progress:
@@ -122,7 +132,6 @@ def _load(
 
         from spec_kernels.integrations import smollm2
         from spec_kernels.integrations.transformers import TransformersTarget
-        from spec_kernels.proposers import DraftModelProposer, NgramProposer
 
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
@@ -131,7 +140,7 @@ def _load(
         target = TransformersTarget(loaded)
         drafts: Any = None
         if proposer == "ngram":
-            drafts = NgramProposer(max_ngram=max(4, min_ngram), min_ngram=min_ngram)
+            drafts = NgramProposer(max(4, min_ngram), min_ngram, nodes=nodes)
         elif proposer == "draft":
             assert draft_model is not None
             small, other = smollm2.load(
@@ -139,7 +148,13 @@ def _load(
             )
             if other.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"{draft_model} has another tokenizer than {model}")
-            drafts = DraftModelProposer(TransformersTarget(small), padded_vocab=True)
+            best = None if nodes is None else BestFirst(nodes, depth=max(gamma, 1))
+            drafts = DraftModelProposer(
+                TransformersTarget(small),
+                padded_vocab=True,
+                tree=best if shape is None else shape.parents,
+                children=children,
+            )
     eos = getattr(loaded.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
     return Setup(
         model=model,
@@ -150,6 +165,7 @@ def _load(
         rule=rule,
         dtype=str(loaded.dtype).removeprefix("torch."),
         eos_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        tree=f"{tree} {children}" if tree else f"{nodes} nodes" if nodes else "chain",
     )
 
 
@@ -220,7 +236,8 @@ def _report(setup: Setup, request: Request, timed: TimedRun, result: Comparison 
     table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in parts.items()))
     table.add_row("finished by", timed.result.finish_reason)
     described = _settings(setup, request)
-    keys = ("model", "dtype", "device", "threads", "rule", "gamma", "temperature", "context")
+    keys = ("model", "dtype", "device", "threads", "rule", "gamma", "tree", "temperature")
+    keys += ("context",)
     settings = "  ".join(f"{key} {described[key]}" for key in keys)
     return Group(table, Text(settings, style="dim"))
 
@@ -232,6 +249,7 @@ def _settings(setup: Setup, request: Request) -> dict[str, Any]:
         "context": len(request.prompt),
         "gamma": setup.gamma if setup.proposer is not None else 0,
         "rule": setup.rule,
+        "tree": setup.tree,
         "temperature": request.temperature,
         "device": _device_name(setup.target.device),
         "versions": _versions(),
@@ -249,6 +267,7 @@ def _json(setup: Setup, request: Request, timed: TimedRun, result: Comparison | 
         "tokens_per_second": timed.tokens_per_second,
         "mean_accepted_length": stats.mean_accepted_length,
         "acceptance_by_position": stats.acceptance_by_position,
+        "acceptance_matrix": vars(stats.matrix),
         "seconds": vars(stats.seconds),
         "settings": _settings(setup, request),
         "finish_reason": timed.result.finish_reason,
@@ -309,6 +328,15 @@ def generate(
     rule: Annotated[RuleName, typer.Option(help="How drafts are accepted.")] = "block",
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; repeatable.")] = None,
     min_ngram: Annotated[int, typer.Option(min=1, help="Shortest match of ngram.")] = 2,
+    tree: Annotated[
+        str | None, typer.Option(help="Children by depth, as 4,2,2: a tree of the draft model.")
+    ] = None,
+    tree_nodes: Annotated[
+        int | None, typer.Option(help="Nodes of a tree of ngram, or of the draft model's best.")
+    ] = None,
+    tree_children: Annotated[
+        ChildrenName, typer.Option(help="How the siblings of --tree are chosen.")
+    ] = "sampled",
     dtype: Dtype = "auto",
     threads: Threads = None,
     chat: Annotated[
@@ -335,16 +363,8 @@ def generate(
             seed=seed,
             stop_strings=stop or (),
         )
-        setup = _load(
-            model,
-            draft_model,
-            proposer,
-            gamma,
-            rule,
-            dtype,
-            threads,
-            min_ngram,
-        )
+        shape = (tree, tree_nodes, tree_children)
+        setup = _load(model, draft_model, proposer, gamma, rule, dtype, threads, min_ngram, *shape)
         from spec_kernels.integrations.prompts import encode_prompt
 
         use_chat = bool(setup.tokenizer.chat_template) if chat is None else chat

@@ -113,6 +113,26 @@ def test_output_does_not_depend_on_the_proposer(model_folder: Path, rule: str) -
     assert texts[1:] == texts[:1] * 2
 
 
+@pytest.mark.parametrize("rule", ["block", "token", "coupled"])
+def test_trees_leave_the_output_as_it_is(model_folder: Path, rule: str) -> None:
+    temperature = 0.9 if rule == "coupled" else 0.0
+    options = ("--rule", rule, "--temperature", temperature, "--seed", 5, "the cat sat on the cat")
+    drafts = ("--proposer", "draft", "--draft-model", model_folder)
+    plain = generate(model_folder, "--proposer", "none", *options)
+    assert plain["settings"]["tree"] == "chain"
+    for tree, *more in (
+        ("9 nodes", "--tree-nodes", 9, "--compare"),
+        ("3,2 mixed", *drafts, "--tree", "3,2", "--tree-children", "mixed"),
+        ("6 nodes", *drafts, "--tree-nodes", 6, "--gamma", 3),
+    ):
+        record = generate(model_folder, *more, *options)
+        assert record["text"] == plain["text"]
+        assert record["settings"]["tree"] == tree
+        assert record.get("outputs_agree", True)
+        if drafts[0] in more:
+            assert record["acceptance_matrix"]["accepted"][0][0] > 0
+
+
 def test_seed_decides_sampled_text(model_folder: Path) -> None:
     def text(seed: int, *options: object) -> str:
         record = generate(model_folder, "--temperature", 1.5, "--seed", seed, *options, "the cat")
@@ -151,6 +171,9 @@ def test_draft_model_that_is_the_target_is_always_accepted(model_folder: Path) -
         (("--seed", "-1", "hi"), "seed must be in [0"),
         (("--stop", "", "hi"), "stop_strings must not hold an empty string"),
         (("--proposer", "draft", "hi"), "--proposer draft needs --draft-model"),
+        (("--tree", "2,2", "hi"), "--tree needs --proposer draft"),
+        (("--proposer", "draft", "--draft-model", "x", "--tree", "2;2", "hi"), "tree must look"),
+        (("--tree-nodes", "1", "--model", "/no/such/place", "hi"), "no such directory"),
         (("   ",), "the prompt must not be empty"),
     ],
 )

@@ -65,6 +65,21 @@ class TreeTemplate:
             level = list(range(first, len(parents)))
         return TreeTemplate(tuple(parents))
 
+    @staticmethod
+    def parse(text: str) -> TreeTemplate:
+        """Read the number of children at each depth from text such as `4,2,2`.
+
+        Raises:
+            ValueError: see `make`; or the text is no list of numbers.
+
+        Example:
+            >>> len(TreeTemplate.parse("4,2,2").parents)
+            29
+        """
+        parts = [part.strip() for part in text.split(",")]
+        require(all(map(str.isdecimal, parts)), f"tree must look like 4,2,2, got {text!r}")
+        return TreeTemplate.make([int(part) for part in parts])
+
     @property
     def depth(self) -> int:
         """Depth of the deepest node."""
