@@ -197,6 +197,12 @@ def test_more_children_than_the_law_has_ids_never_divide_by_nothing() -> None:
         tokens, path, status = emitted(out)
         assert (path, status) == ([0], ZERO_Q)
         assert tokens in ([1], [2])
+    # Node 1 enters with 0.3; its first child leaves Z = 0.3 * 0.7, the impossible one all of it:
+    # h = 0.21 / 0.91.
+    for u, path in ((0.23, [0, 1]), (0.2309, [0])):
+        out = judge([-1, 0, 1, 1], [9, 0, 0, 1], [P], draft=[[1.0, 0.0, 0.0]], row=[-1, -1, 0, 0],
+                    u=[0, u, 0.9, 0.9], rule="block")  # fmt: skip
+        assert emitted(out)[1] == path
 
 
 @pytest.mark.parametrize("rule", RULES)
