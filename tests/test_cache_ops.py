@@ -38,7 +38,9 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield from seen
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.slow if n in (0, 2) else []) for n in range(6)]
+)
 def test_operations_pass_the_checks_of_torch(number: int) -> None:
     name, args, kwargs = list(calls())[number]
     torch.library.opcheck(getattr(torch.ops.spec_kernels, name).default, args, kwargs)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_kernels import kernels
 from spec_kernels.nn.cache import (
     ContiguousKVCache,
     KVShape,
     PagedKVCache,
     SlidingWindowKVCache,
 )
+from spec_kernels.testing import interpreted
 from spec_kernels.types import OutOfBlocks
 
 SHAPES = [KVShape(2, 4, 2), KVShape(1, 6, 0)]
@@ -38,7 +40,7 @@ def ring(block_size: int = 2, **options: Any) -> SlidingWindowKVCache:
 KINDS: dict[str, Callable[[], Any]] = {
     "paged-1": lambda: paged(1),
     "paged-4": paged,
-    "paged-16": lambda: paged(16, 256),
+    "paged-16": lambda: paged(16, 176),
     "paged-4-clears": lambda: paged(clears=True),
     "paged-int8": lambda: paged(dtype=torch.int8),
     "paged-e4m3-cache": lambda: paged(dtype=torch.float8_e4m3fn, scale="cache"),
@@ -75,13 +77,13 @@ class Simulation:
     def draw(self, count: int) -> list[int]:
         return [self.random.randint(1, 15) for _ in range(count)]  # 8-bit floats hold them
 
-    def append(self, tokens: list[list[int]]) -> None:
+    def append(self, tokens: list[list[int]], layers: int = len(SHAPES)) -> None:
         """One forward: write the ids of all nodes, one layer having another sign."""
         width = max(map(len, tokens))
         counts = torch.tensor([len(own) for own in tokens], dtype=torch.int32)
         slots = self.cache.slots(counts, width)
         value = ids(tokens, width)[..., None, None]
-        for layer, shape in enumerate(SHAPES):
+        for layer, shape in enumerate(SHAPES[:layers]):
             x = value * (-1) ** layer
             key = x.expand(-1, -1, shape.kv_heads, shape.key_dim)
             has_value = shape.value_dim > 0
@@ -127,8 +129,13 @@ class Simulation:
         self.cache.reserve([len(own) for own in drafts])
         if not any(drafts):
             return
-        self.append(drafts)
+        point = self.random.randint(0, 3) if fails else 3
+        self.append(drafts, layers=min(point, 2))  # interrupted before, between, behind the layers
         if fails:
+            if point == 3:
+                none = torch.full((5, 2), -1, dtype=torch.int32)
+                with pytest.raises(ValueError, match="length of request 0"):
+                    self.cache.keep(none, none[:, 0], lens=[LENGTH + 9] * 5)
             self.cache.truncate(lens)
             after = self.state()
             assert [len(x) for x in after[1]] == [len(x) for x in before[1]]
@@ -237,6 +244,18 @@ def test_random_rounds_hold_what_was_committed(kind: str, seed: int, rounds: int
     if isinstance(cache, PagedKVCache):
         assert simulation.refused > 0 or rounds < 200
         assert cache.num_free == len(cache.keys[0])
+
+
+@pytest.mark.parametrize("kind", ["paged-4-clears", "ring-4", "contiguous-int8"])
+def test_rounds_on_the_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with the Triton kernels in the place of torch."""
+    for name in ("append_cache", "compact_cache"):
+        monkeypatch.setattr(f"spec_kernels.nn._cache.{name}", getattr(kernels, name))
+    simulation = Simulation(KINDS[kind](), 3)
+    with interpreted():
+        for number in range(10):
+            simulation.round(is_tree=number % 3 > 0)
+            simulation.check()
 
 
 # --------------------------------------------------------------------------- blocks
