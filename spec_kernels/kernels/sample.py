@@ -34,6 +34,7 @@ from spec_kernels.kernels._device import (
     NEG_INF,
     PAD_TOKEN,
     STREAM_COUPLED,
+    align,
     column_stride,
     config_of,
     exponential_of,
@@ -483,6 +484,7 @@ def sample(
     tokens = logits.new_empty(logits.shape[0], k, dtype=torch.int64)
     if not tokens.numel():
         return tokens
+    logits = align(logits)
     if law is not None:
         law = Law(*(field.contiguous() for field in law))
     if excluded is not None:
