@@ -236,8 +236,8 @@ def _report(setup: Setup, request: Request, timed: TimedRun, result: Comparison 
     table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in parts.items()))
     table.add_row("finished by", timed.result.finish_reason)
     described = _settings(setup, request)
-    keys = "model dtype device threads rule gamma tree temperature context".split()
-    settings = "  ".join(f"{key} {described[key]}" for key in keys)
+    keys = ("model", "dtype", "device", "threads", "rule", "gamma", "tree", "temperature")
+    settings = "  ".join(f"{key} {described[key]}" for key in (*keys, "context"))
     return Group(table, Text(settings, style="dim"))
 
 
