@@ -16,7 +16,7 @@ With a node's entry acceptance a, its law p and the law q of its sampled childre
    with sampled and fixed children.
 2. Token rule, `rounds` times: `token_pass`, a program per request and tile, walks down with the
    passes of the launches before and makes the one that is missing first.
-   Block rule, `rounds` times: `advance`, a program per request, judges at once all nodes whose
+   Block rule, `rounds` times: `start` or `advance`, a program per request, judges all nodes whose
    parent and siblings before are known; `block_pass`, a program per node and tile, makes the passes
    that are missing. No a, Z or h depends on a coin, and a pass behind a kept node is left out.
 3. `finish`, a program per request: passes that are still missing, one after another; then the
@@ -163,7 +163,7 @@ def token_pass_kernel(
 ):
     """Some tiles of the first pass that a request's walk misses.
 
-    Floor: `2 * passes * vocab * itemsize` bytes: both rows once.
+    Floor: `2 * passes * vocab * itemsize // rounds` bytes: both rows once.
     """
     request = tl.program_id(0).to(tl.int64)
     sizes = Sizes(
@@ -183,9 +183,30 @@ def token_pass_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def advance(
+    work, plan, inputs, parents_ptr, request, count, sizes, IS_FIRST: tl.constexpr,
+    REPLACEMENT: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Judge what nodes of a request can be judged, and name the passes to be made next."""
+    state = load_state(work, plan, parents_ptr, request, sizes, IS_FIRST, REPLACEMENT, NODES)
+    a, s, z, rem, stage = judge_nodes(state, state.a, state.s, state.z, state.rem, state.stage)
+    _, _, is_missing = find_kept(plan, inputs, request, sizes, state, a, z, stage, NODES)
+
+    node = tl.arange(0, NODES)
+    slot = request * sizes.nodes + node
+    tl.store(work.a + slot, a, mask=node < count)
+    tl.store(work.s + slot, s, mask=node < count)
+    tl.store(work.z + slot, z, mask=node < count)
+    tl.store(work.rem + slot, rem, mask=node < count)
+    tl.store(work.stage + slot, tl.where(is_missing, WANTED, stage), mask=node < count)
+    if IS_FIRST:
+        tl.store(work.order + slot, state.order, mask=node < count)
+
+
 @triton.jit(do_not_specialize=["nodes", "max_depth", "tiles", "spans", "rows", "draft_rows"])
-def advance_kernel(
-    work,  # Work, in and out: a, s, z, rem, stage; with IS_FIRST out: order
+def start_kernel(
+    work,  # Work, out: a, s, z, rem, stage, order
     plan,  # Plan
     inputs,  # Inputs
     parents_ptr,  # [batch, nodes] i32
@@ -201,11 +222,10 @@ def advance_kernel(
     draft_stride,
     stride_col,
     draft_stride_col,
-    IS_FIRST: tl.constexpr,
     REPLACEMENT: tl.constexpr,
     NODES: tl.constexpr,
 ):
-    """Judge what nodes of a request can be judged, and name the passes to be made next.
+    """Rank the nodes of a request, and `advance` from its root.
 
     Floor: `batch * nodes * 100` bytes: the plan and the state of every node.
     """
@@ -217,19 +237,43 @@ def advance_kernel(
     count = tl.load(plan.count + request)
     if count <= 0:
         return
-    state = load_state(work, plan, parents_ptr, request, sizes, IS_FIRST, REPLACEMENT, NODES)
-    a, s, z, rem, stage = judge_nodes(state, state.a, state.s, state.z, state.rem, state.stage)
-    _, _, is_missing = find_kept(plan, inputs, request, sizes, state, a, z, stage, NODES)
+    advance(work, plan, inputs, parents_ptr, request, count, sizes, True, REPLACEMENT, NODES)
 
-    node = tl.arange(0, NODES)
-    slot = request * nodes + node
-    tl.store(work.a + slot, a, mask=node < count)
-    tl.store(work.s + slot, s, mask=node < count)
-    tl.store(work.z + slot, z, mask=node < count)
-    tl.store(work.rem + slot, rem, mask=node < count)
-    tl.store(work.stage + slot, tl.where(is_missing, WANTED, stage), mask=node < count)
-    if IS_FIRST:
-        tl.store(work.order + slot, state.order, mask=node < count)
+
+@triton.jit(do_not_specialize=["nodes", "max_depth", "tiles", "spans", "rows", "draft_rows"])
+def advance_kernel(
+    work,  # Work, in and out: a, s, z, rem, stage
+    plan,  # Plan
+    inputs,  # Inputs
+    parents_ptr,  # [batch, nodes] i32
+    nodes,
+    max_depth,
+    tiles,
+    spans,
+    vocab,
+    rows,
+    stride,
+    draft_vocab,
+    draft_rows,
+    draft_stride,
+    stride_col,
+    draft_stride_col,
+    REPLACEMENT: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """`advance` with the passes of the launch before.
+
+    Floor: `batch * nodes * 100` bytes: the plan and the state of every node.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    sizes = Sizes(
+        nodes, max_depth, tiles, spans, vocab, rows, stride, draft_vocab, draft_rows, draft_stride,
+        stride_col, draft_stride_col,
+    )  # fmt: skip
+    count = tl.load(plan.count + request)
+    if count <= 0:
+        return
+    advance(work, plan, inputs, parents_ptr, request, count, sizes, False, REPLACEMENT, NODES)
 
 
 @triton.jit(
@@ -260,7 +304,7 @@ def block_pass_kernel(
 ):
     """Some tiles of the pass behind one child, if it is wanted.
 
-    Floor: `2 * passes * vocab * itemsize` bytes: both rows once.
+    Floor: `2 * passes * vocab * itemsize // rounds` bytes: both rows once.
     """
     request = tl.program_id(0).to(tl.int64)
     child = tl.program_id(1)
@@ -461,9 +505,8 @@ def accept_trees(
                 work=work, passes=index, step=rounds.step, **shared, **shape, **spread
             )
         else:
-            advance_kernel[(batch,)](
-                work=work, IS_FIRST=index == 0, REPLACEMENT=replacement, **shared
-            )
+            kernel = advance_kernel if index else start_kernel
+            kernel[(batch,)](work=work, REPLACEMENT=replacement, **shared)
             block_pass_kernel[(batch, nodes, programs)](
                 work=work, step=rounds.step, REPLACEMENT=replacement, **shared, **shape
             )
