@@ -237,7 +237,7 @@ def test_tensors_have_block_tables_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("clears", [False, True])
 def test_malformed_values_are_skipped(clears: bool, name: str) -> None:
-    case = make_case([[0, 3, 5]] * 9, 4, forms=("nhd", "odd"), contexts=(6,), clears=clears)
+    case = make_case([[0, 3, 5]] * 10, 4, forms=("nhd", "odd"), contexts=(6,), clears=clears)
     assert case.block_table is not None
     case.path[0, 1:] = ints(HIGHEST, LOWEST)
     case.path[1] = ints(-1, 2, 3)  # absent
@@ -249,8 +249,9 @@ def test_malformed_values_are_skipped(clears: bool, name: str) -> None:
     if case.num_nodes is not None:
         case.num_nodes[0] = HIGHEST
         case.num_nodes[8] = LOWEST
+        case.num_nodes[9] = 4  # its path names node 5
     expected = check(name, case)
-    untouched = case._replace(accepted_lens=torch.full((9,), -1, dtype=torch.int32))
+    untouched = case._replace(accepted_lens=torch.full((10,), -1, dtype=torch.int32))
     assert not torch.equal(storage(expected[0]), storage(compact("reference", untouched)[0]))
 
 
