@@ -89,6 +89,7 @@ def test_invariant_calls_have_one_tile_and_no_fused_products(
         ((1, 128, torch.bfloat16, ("cuda", 90)), Config(16, 64, 4, 5)),
         ((64, 128, torch.bfloat16, ("cuda", 80)), Config(64, 64, 8, 5)),
         ((300, 64, torch.float16, ("cuda", 100)), Config(128, 64, 8, 5)),
+        ((300, 128, torch.float16, ("cuda", 80)), Config(128, 32, 8, 5)),
         ((300, 256, torch.bfloat16, ("cuda", 90)), Config(64, 32, 8, 5)),
         ((300, 512, torch.bfloat16, ("cuda", 90)), Config(32, 32, 8, 5)),
         ((300, 512, torch.bfloat16, ("hip", "gfx942")), Config(16, 32, 4, 2)),

@@ -78,7 +78,7 @@ def select_config(
     |---|---|---|
     | rows | 16, 32, 64; 128 up to dim 128 | 128 rows at 64 would read the cache twice |
     | dim <= 128, 64 rows | 4 warps; 8 on sm_80, or with a window or soft cap | 4 spill there |
-    | dim <= 128, 128 rows | 8 warps | 4 spill 300 bytes and more |
+    | dim <= 128, 128 rows | 8 warps; 32 positions on sm_80 | 4 warps, or 64 there, spill |
     | dim 256 | 32 positions, 8 warps from 32 rows | more doesn't fit the registers |
     | latents (dim 512) | 32 positions, up to 32 rows, 8 warps from 32 | 64 rows spill |
     | paged | 5 stages | two buffers for K and V behind the load of the block number |
@@ -110,7 +110,8 @@ def select_config(
         return Config(block_m, 32 if wide else 16, 8, stages if wide or is_amd else 2)
     if dim <= 128:
         narrow = 64 if is_amd or (arch > 80 and is_plain) else 32
-        return Config(block_m, 64, 4 if block_m <= narrow else 8, stages)
+        block_n = 32 if block_m == 128 and arch == 80 else 64
+        return Config(block_m, block_n, 4 if block_m <= narrow else 8, stages)
     return Config(block_m, 32, 4 if block_m == 16 or is_amd else 8, stages)
 
 
