@@ -124,12 +124,21 @@ def compact_cache(
             places = _Places(rows, table, b, int(context_lens[b]))
             count = None if num_nodes is None else int(num_nodes[b])
             for start in range(0, len(nodes), GROUP):
-                for place, row in list(_moves(places, rows, nodes, start, count)):
-                    rows[place] = row
-            for node in range(len(nodes), min(count or 0, places.end)) if nodes else ():
-                dead = places.of(node)
-                if dead is not None:
-                    rows[dead] = 0
+                _write(rows, list(_moves(places, rows, nodes, start, count)))
+            _clear(places, rows, len(nodes), count or 0)
+
+
+def _write(rows: Tensor, moves: list[tuple[tuple[int, int], Tensor]]) -> None:
+    for place, row in moves:
+        rows[place] = row
+
+
+def _clear(places: _Places, rows: Tensor, kept: int, count: int) -> None:
+    """Set the rows of the nodes [kept, count) to zero, if any node was kept."""
+    for node in range(kept, min(count, places.end)) if kept else ():
+        dead = places.of(node)
+        if dead is not None:
+            rows[dead] = 0
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
