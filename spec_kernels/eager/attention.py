@@ -3,15 +3,15 @@
     s_j = softcap * tanh(q . k_j * scale / softcap), or q . k_j * scale
     out = sum_j exp(s_j - lse) v_j,   lse = log sum_j exp(s_j)
 
-Request by request and KV head by KV head, in float32, or in float64 if the query is. The query
-heads that share a KV head are rows of one matrix, so keys and values are read once. The context
-goes through in chunks of `CHUNK` positions without a mask; only chunks that a window cuts, and the
-draft block itself, get one.
+Request by request, in float32, or in float64 if the query is. The query heads that share a KV head
+are rows of one matrix, so keys and values are read once. The context goes through in chunks of
+`CHUNK` positions without a mask; only chunks that a window cuts, and the draft block itself, get
+one.
 
-Memory: a contiguous float32 cache is read where it lies, other caches are gathered or converted
-chunk by chunk. Temporary floats, with rows = nodes * group of the largest request, at most
-rows * (2 * CHUNK + 3 * v_dim) + 2 * CHUNK * (qk_dim + v_dim), and one byte of mask per row and
-masked position. It doesn't grow with the context; no `[tokens, context + nodes]` mask exists.
+Memory: keys and values are gathered, converted or laid out chunk by chunk. Temporary floats, at
+most, with rows = nodes * heads of the largest request:
+rows * (2 * CHUNK + 3 * v_dim) + 2 * CHUNK * kv_heads * (qk_dim + v_dim). It doesn't grow with the
+context; no `[tokens, context + nodes]` mask exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK: Final = 512
+CHUNK: Final = 256
 """Positions at a time: large enough for matrix products, small enough for the cache of a core."""
 
 INVARIANT_CHUNK: Final = 256
@@ -34,16 +34,18 @@ class Options(NamedTuple):
 
     scale: float
     softcap: float | None
+    window: int | None
+    sinks: Tensor | None  # [kv_heads, group, 1] f32
     invariant: bool
 
 
 class Running(NamedTuple):
-    """A softmax on its way over the positions; rows are node-major.
+    """A softmax on its way over the positions; rows are node-major within each KV head.
 
     Attributes:
-        acc: `[rows, v_dim]`, sum of exp(s - largest) * v.
-        largest: `[rows, 1]`, largest score so far, -inf if nothing was seen.
-        total: `[rows, 1]`, sum of exp(s - largest).
+        acc: `[kv_heads, rows, v_dim]`, sum of exp(s - largest) * v.
+        largest: `[kv_heads, rows, 1]`, largest score so far, -inf if nothing was seen.
+        total: `[kv_heads, rows, 1]`, sum of exp(s - largest).
     """
 
     acc: Tensor
@@ -52,13 +54,13 @@ class Running(NamedTuple):
 
 
 class CacheReader:
-    """Reads one head of one request out of a paged or contiguous cache.
+    """Reads positions of one request out of a paged or contiguous cache.
 
     Args:
         cache: `[blocks, block_size, kv_heads, dim]`, or `[batch, max_len, kv_heads, dim]`.
         scale: None, one number, or one per token and head.
         block_table: `[batch, max_blocks] int32`, or None.
-        request, head: whose positions.
+        request: whose positions.
         dtype: to read in.
     """
 
@@ -68,22 +70,20 @@ class CacheReader:
         scale: Tensor | None,
         block_table: Tensor | None,
         request: int,
-        head: int,
         dtype: torch.dtype,
     ) -> None:
-        self.cache, self.scale, self.request = cache[:, :, head], scale, request
-        self.dtype = dtype
-        if scale is not None and scale.dim() >= 3:
-            self.scale = scale[:, :, head, None]
+        self.cache, self.scale, self.request, self.dtype = cache, scale, request, dtype
         self.blocks = None if block_table is None else block_table[request]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return positions `start .. stop`: `[stop - start, dim]`."""
+        """Return positions `start .. stop`: `[kv_heads, stop - start, dim]`."""
         rows = self._rows(self.cache, start, stop).to(self.dtype)
-        if self.scale is None:
-            return rows
-        scale = self.scale if self.scale.dim() < 3 else self._rows(self.scale, start, stop)
-        return rows * scale
+        if self.scale is not None:
+            scale = self.scale
+            if scale.dim() >= 3:
+                scale = self._rows(scale, start, stop)[..., None]
+            rows = rows * scale
+        return rows.transpose(0, 1)
 
     def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         if self.blocks is None:
@@ -91,10 +91,11 @@ class CacheReader:
         size = tensor.shape[1]
         first = start // size
         blocks = self.blocks[first : -(-stop // size)].long()
-        own = slice(start - first * size, stop - first * size)
         if tensor.dtype == torch.float8_e4m3fn:  # cannot be gathered
-            return tensor.view(torch.uint8)[blocks].flatten(0, 1)[own].view(tensor.dtype)
-        return tensor[blocks].flatten(0, 1)[own]
+            tensor = tensor.view(torch.uint8)
+            rows = tensor[blocks].flatten(0, 1)[start - first * size : stop - first * size]
+            return rows.view(torch.float8_e4m3fn)
+        return tensor[blocks].flatten(0, 1)[start - first * size : stop - first * size]
 
 
 class Visibility:
@@ -162,21 +163,21 @@ def attend(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    softcap: float | None,
+    options: Options,
 ) -> Running:
     """Go on over some positions.
 
     Args:
         running: the softmax so far.
-        query: `[rows, qk_dim]`, scaled.
-        keys: `[positions, qk_dim]`.
-        values: `[positions, v_dim]`.
+        query: `[kv_heads, rows, qk_dim]`, scaled unless there is a soft cap.
+        keys: `[kv_heads, positions, qk_dim]`.
+        values: `[kv_heads, positions, v_dim]`.
         mask: `[rows, positions]`, or None: all are seen.
-        softcap: bound of the scores, or None.
+        options: of the call.
     """
-    scores = query @ keys.T
-    if softcap is not None:
-        scores.mul_(1.0 / softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(query, keys.transpose(1, 2))
+    if options.softcap is not None:
+        scores.mul_(1.0 / options.softcap).tanh_().mul_(options.softcap)
     if mask is not None:
         scores.masked_fill_(~mask, -math.inf)
     largest = torch.maximum(running.largest, scores.amax(-1, keepdim=True))
@@ -184,7 +185,8 @@ def attend(
     weights = scores.sub_(origin).exp_()
     shrink = (running.largest - origin).exp_()
     total = running.total * shrink + weights.sum(-1, keepdim=True)
-    return Running(running.acc.mul_(shrink).addmm_(weights, values), largest, total)
+    acc = torch.baddbmm(running.acc.mul_(shrink), weights, values)
+    return Running(acc, largest, total)
 
 
 def attend_node_by_node(
@@ -193,73 +195,71 @@ def attend_node_by_node(
     keys: CacheReader,
     values: CacheReader,
     sight: Visibility,
-    softcap: float | None,
+    options: Options,
 ) -> Running:
     """Go over all positions with matrices of one shape, so that a node's bits don't depend on its
     neighbours: one node at a time, over chunks at absolute positions, masked to their full length.
     """
-    rows, dim = query.shape
+    kv_heads, rows, dim = query.shape
     group = rows // sight.nodes
     for start in range(0, sight.end, INVARIANT_CHUNK):
         stop = min(start + INVARIANT_CHUNK, sight.end)
-        k = query.new_zeros(INVARIANT_CHUNK, dim)
-        v = query.new_zeros(INVARIANT_CHUNK, running.acc.shape[1])
-        k[: stop - start] = keys.read(start, stop)
-        v[: stop - start] = values.read(start, stop)
+        k = query.new_zeros(kv_heads, INVARIANT_CHUNK, dim)
+        v = query.new_zeros(kv_heads, INVARIANT_CHUNK, running.acc.shape[2])
+        k[:, : stop - start] = keys.read(start, stop)
+        v[:, : stop - start] = values.read(start, stop)
         mask = sight.mask(start, start + INVARIANT_CHUNK)
         for node in range(sight.nodes):
             own = slice(node * group, (node + 1) * group)
-            part = Running(*(x[own].clone() for x in running))
-            part = attend(part, query[own].clone(), k, v, mask[node], softcap)
+            part = Running(*(x[:, own].contiguous() for x in running))
+            part = attend(part, query[:, own].contiguous(), k, v, mask[node], options)
             for whole, piece in zip(running, part, strict=True):
-                whole[own] = piece
+                whole[:, own] = piece
     return running
 
 
-def attend_head(
-    query: Tensor,
-    keys: CacheReader,
-    values: CacheReader,
-    sight: Visibility,
-    spans: list[tuple[int, int, Tensor | None]],
-    options: Options,
-    sinks: Tensor | None,
+def attend_request(
+    query: Tensor, keys: CacheReader, values: CacheReader, sight: Visibility, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attend from the nodes of one request to one KV head.
+    """Attend from the nodes of one request.
 
     Args:
-        query: `[nodes, group, qk_dim]`.
+        query: `[nodes, heads, qk_dim]`.
         keys, values: its cache.
         sight: what the nodes see.
-        spans: positions with the mask of every row, or None: all rows see them.
         options: of the call.
-        sinks: `[group, 1]`, or None.
 
     Returns:
-        out: `[nodes, group, v_dim]` in float32, or float64 if the query is.
-        lse: `[nodes, group]`, likewise.
+        out: `[nodes, heads, v_dim]` in float32, or float64 if the query is.
+        lse: `[nodes, heads]`, likewise.
     """
-    nodes, group, dim = query.shape
-    rows = (query.to(keys.dtype) * options.scale).reshape(nodes * group, dim)
+    nodes, heads, dim = query.shape
+    kv_heads = keys.cache.shape[2]
+    group = heads // kv_heads
+    rows = query.to(keys.dtype).view(nodes, kv_heads, group, dim).transpose(0, 1)
+    rows = (rows * options.scale).reshape(kv_heads, nodes * group, dim)
     running = Running(
-        rows.new_zeros(nodes * group, values.cache.shape[2]),
-        rows.new_full((nodes * group, 1), -math.inf),
-        rows.new_zeros(nodes * group, 1),
+        rows.new_zeros(kv_heads, nodes * group, values.cache.shape[3]),
+        rows.new_full((kv_heads, nodes * group, 1), -math.inf),
+        rows.new_zeros(kv_heads, nodes * group, 1),
     )
     if options.invariant:
-        running = attend_node_by_node(running, rows, keys, values, sight, options.softcap)
+        running = attend_node_by_node(running, rows, keys, values, sight, options)
     else:
-        for start, stop, mask in spans:
+        for start, stop, is_masked in sight.spans():
+            mask = sight.mask(start, stop).repeat_interleave(group, 0) if is_masked else None
             k, v = keys.read(start, stop), values.read(start, stop)
-            running = attend(running, rows, k, v, mask, options.softcap)
+            running = attend(running, rows, k, v, mask, options)
     acc, largest, total = running
-    if sinks is not None:
-        sinks = sinks.repeat(nodes, 1)
+    if options.sinks is not None:
+        sinks = options.sinks.repeat(1, nodes, 1)
         origin = torch.maximum(largest, sinks)
         shrink = (largest - origin).exp_()
         acc, total, largest = acc * shrink, total * shrink + (sinks - origin).exp_(), origin
     out = acc / total.masked_fill(total == 0.0, 1.0)
-    return out.view(nodes, group, -1), (largest + total.log()).view(nodes, group)
+    lse = largest + total.log()
+    out = out.view(kv_heads, nodes, group, -1).transpose(0, 1).reshape(nodes, heads, -1)
+    return out, lse.view(kv_heads, nodes, group).transpose(0, 1).reshape(nodes, heads)
 
 
 def verify_attention(
@@ -319,11 +319,10 @@ def verify_attention(
     capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     capacity = capacity if max_seqlen_k is None else min(capacity, max_seqlen_k)
     wide = torch.promote_types(query.dtype, torch.float32)
-    group = heads // kv_heads
     if sinks is not None:
-        sinks = sinks.to(wide)[:, None]
+        sinks = sinks.to(wide).view(kv_heads, heads // kv_heads, 1)
     scale = dim**-0.5 if scale is None else scale
-    options = Options(scale, softcap, invariant)
+    options = Options(scale, softcap, window, sinks, invariant)
     out = query.new_zeros(tokens, heads, value_cache.shape[3])
     lse = query.new_full((tokens, heads), -math.inf, dtype=torch.float32)
     ends = cu_seqlens_q.tolist()
@@ -339,21 +338,10 @@ def verify_attention(
             None if depths is None else depths[first:last],
             window,
         )
-        spans = [
-            (start, stop, sight.mask(start, stop).repeat_interleave(group, 0) if masked else None)
-            for start, stop, masked in sight.spans()
-        ]
-        for head in range(kv_heads):
-            own = slice(head * group, (head + 1) * group)
-            out[first:last, own], lse[first:last, own] = attend_head(
-                query[first:last, own],
-                CacheReader(key_cache, key_scale, block_table, b, head, wide),
-                CacheReader(value_cache, value_scale, block_table, b, head, wide),
-                sight,
-                spans,
-                options,
-                None if sinks is None else sinks[own],
-            )
+        keys = CacheReader(key_cache, key_scale, block_table, b, wide)
+        values = CacheReader(value_cache, value_scale, block_table, b, wide)
+        result = attend_request(query[first:last], keys, values, sight, options)
+        out[first:last], lse[first:last] = result
     return out, (lse if return_lse else None)
 
 
