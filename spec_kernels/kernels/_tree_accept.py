@@ -425,6 +425,19 @@ def select_rounds(rule: str, batch: int, nodes: int, tiles: int) -> RoundsConfig
     return RoundsConfig(2 if rule == "token" else 4, step)
 
 
+def allow_registers(tensor: Tensor, num_warps: int) -> dict[str, int]:
+    """Option of the launches that both walk and make passes.
+
+    Left alone, `ptxas` stops them at 128 registers and spills. With these bars three programs of
+    four warps, or one of eight, share a multiprocessor. AMD's compiler knows no such option, and
+    needs none.
+    """
+    most = {"maxnreg": 168 if num_warps <= 4 else 255}
+    if tensor.device.type == "cpu":  # interpreted or emulated
+        return most
+    return {} if triton.runtime.driver.active.get_current_target().backend == "hip" else most
+
+
 def make_plan(like: Tensor, batch: int, nodes: int, has_stats: bool) -> Plan:
     """Allocate a plan."""
     law = None
@@ -499,10 +512,17 @@ def accept_trees(
     if draft is not None:
         rest_kernel[(batch, nodes, spans)](work=work, **shared, **shape)
     programs = triton.cdiv(spans, rounds.step)
+    registers = allow_registers(inputs.target_logits, shared["num_warps"])
     for index in range(rounds.rounds):
         if rule == "token":
             token_pass_kernel[(batch, programs)](
-                work=work, passes=index, step=rounds.step, **shared, **shape, **spread
+                work=work,
+                passes=index,
+                step=rounds.step,
+                **shared,
+                **shape,
+                **spread,
+                **registers,
             )
         else:
             kernel = advance_kernel if index else start_kernel
@@ -520,4 +540,5 @@ def accept_trees(
         **shared,
         **shape,
         **spread,
+        **registers,
     )
