@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from spec_kernels._check import require
+from spec_kernels.tree import check_parents
 
 
 @dataclass
@@ -94,7 +95,11 @@ class AcceptanceMatrix:
 
         Args:
             parents: the tree; siblings in the order of their ranks.
+
+        Raises:
+            ValueError: parents are no tree (`check_parents`).
         """
+        check_parents(parents)
         rates = self.rates()
         chances = [1.0]
         for depth, rank, parent in _places(parents)[1:]:
@@ -122,8 +127,12 @@ class AcceptanceMatrix:
             OSError: the file cannot be read.
             ValueError: it holds no counts, or more accepted than tried.
         """
-        values = json.loads(Path(path).read_text())
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} must hold JSON: {error}") from error
         known = isinstance(values, dict) and set(values) == {"tried", "accepted"}
+        known = known and all(map(_are_counts, values.values()))
         require(known, f"{path} must hold the counts tried and accepted")
         tried, accepted = values["tried"], values["accepted"]
         fits = [len(row) for row in tried] == [len(row) for row in accepted] and all(
@@ -138,6 +147,12 @@ class AcceptanceMatrix:
         for counts in (self.tried, self.accepted):
             counts.extend([] for _ in range(depth - len(counts)))
             _reach(counts[depth - 1], ranks)
+
+
+def _are_counts(value: object) -> bool:
+    """Say whether a value from a file is a list of lists of ints."""
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and all(type(n) is int for n in row) for row in rows)
 
 
 @dataclass

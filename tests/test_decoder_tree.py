@@ -345,10 +345,29 @@ def test_the_matrix_is_saved_and_feeds_the_optimal_tree(tmp_path: Path) -> None:
     assert measure(best.parents, 2).mean_accepted_length == pytest.approx(
         best.expected_tokens, rel=0.05
     )
-    for text in ("[]", '{"tried": [[1]]}', '{"tried": [[1]], "accepted": [[2]]}'):
-        (tmp_path / "broken.json").write_text(text)
-        with pytest.raises(ValueError, match="must hold"):
-            AcceptanceMatrix.load(tmp_path / "broken.json")
+    with pytest.raises(ValueError, match="node 1 has parent 4"):
+        matrix.expected([-1, 4])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"tried": [[1]]}',
+        '{"tried": [[1]], "accepted": [[2]]}',
+        '{"tried": 3, "accepted": 3}',
+        '{"tried": [3], "accepted": [3]}',
+        '{"tried": [["1"]], "accepted": [["1"]]}',
+        '{"tried": [[1.5]], "accepted": [[0.5]]}',
+        '{"tried": {"a": 1}, "accepted": {"a": 1}}',
+    ],
+)
+def test_files_without_counts_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.json must hold"):
+        AcceptanceMatrix.load(path)
 
 
 def test_totals_add_up_trees() -> None:

@@ -137,6 +137,8 @@ def test_scores_above_zero_count_as_zero() -> None:
     chain = torch.tensor([[-1, 0, 1]], dtype=torch.int32)
     total = tree.path_scores(chain, torch.tensor([[0.0, -1.0, 0.5]]), max_depth=2)
     assert total.tolist() == [[0.0, -1.0, -1.0]]
+    with pytest.raises(ValueError, match=r"scores must be \[1, 3\]"):
+        tree.path_scores(chain, torch.zeros(1, 2), max_depth=2)
 
 
 def test_keep_best_refuses_what_it_could_not_keep_exact() -> None:
@@ -152,6 +154,8 @@ def test_keep_best_refuses_what_it_could_not_keep_exact() -> None:
         tree.keep_best(draft, scores, 0, max_depth=3)
     with pytest.raises(ValueError, match="scores must be"):
         tree.keep_best(draft, scores[:, :4], 3, max_depth=3)
+    with pytest.raises(TypeError, match="draft must be a Draft, got tuple"):
+        tree.keep_best(tuple(draft), scores, 3, max_depth=3)
     with pytest.raises(TypeError, match="budget must be"):
         tree.keep_best(draft, scores, torch.tensor([1, 2]), max_depth=3, nodes=3)
 

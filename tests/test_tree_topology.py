@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from spec_kernels import tree
 
@@ -203,5 +206,19 @@ def test_paths_and_masks_that_make_no_tree_raise() -> None:
             tree.parents_from_mask(wrong)
     with pytest.raises(ValueError, match="mask must be"):
         tree.parents_from_mask(mask[:2])
-    with pytest.raises(TypeError, match="bool"):
-        tree.parents_from_mask(mask.int())
+    with pytest.raises(ValueError, match="mask must be"):
+        tree.parents_from_mask(mask[0, 0])
+    for no_mask in (mask.int(), mask.tolist()):
+        with pytest.raises(TypeError, match="bool"):
+            tree.parents_from_mask(no_mask)
+
+
+@pytest.mark.parametrize("function", [tree.depths, tree.ancestor_words, tree.ancestor_mask])
+def test_device_functions_refuse_by_name(function: Callable[..., Tensor]) -> None:
+    parents, num_nodes = tree.pack_parents([[-1, 0], [-1]])
+    with pytest.raises(ValueError, match=r"parents must be \[batch, nodes\]"):
+        function(parents[0], num_nodes)
+    with pytest.raises(ValueError, match=r"num_nodes must be \[2\]"):
+        function(parents, num_nodes[:1])
+    with pytest.raises(TypeError, match="parents must be"):
+        function(parents.double(), num_nodes)

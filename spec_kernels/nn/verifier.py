@@ -103,6 +103,8 @@ class Verifier(torch.nn.Module):
         batch, nodes, device = check_draft(draft)
         check_logits("target_logits", target_logits, device)
         check_params("params", params, device, batch)
+        check("seeds", seeds, (batch,), torch.int64, device)
+        check("root_positions", root_positions, (batch,), torch.int64, device)
         if target_row is None:
             check("target_logits", target_logits, (batch * nodes, "vocab"), target_logits.dtype)
             target_row = torch.arange(batch * nodes, dtype=torch.int32, device=device)
@@ -145,8 +147,6 @@ class Verifier(torch.nn.Module):
         rows, device = target_logits.shape[0], target_logits.device
         batch, nodes = draft.tokens.shape
         check("target_row", target_row, (batch, nodes), torch.int32, device)
-        check("seeds", seeds, (batch,), torch.int64, device)
-        check("root_positions", root_positions, (batch,), torch.int64, device)
         node = torch.arange(nodes, device=device)
         used = (node < draft.num_nodes[:, None]) & (target_row >= 0) & (target_row < rows)
         # A spare row behind the last takes the nodes that have none.

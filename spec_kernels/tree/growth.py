@@ -65,11 +65,17 @@ def path_scores(parents: Tensor, scores: Tensor, max_depth: int) -> Tensor:
         `[batch, nodes]` like scores. What a node adds counts as 0 where it is positive, and NaN
         as -inf: so no node has a larger sum than its parent.
 
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: the shapes or devices do not fit.
+
     Example:
         >>> tree = torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32)
         >>> path_scores(tree, torch.tensor([[0.0, -0.5, -1.0, -0.25]]), max_depth=2)
         tensor([[ 0.0000, -0.5000, -1.0000, -0.7500]])
     """
+    check("parents", parents, ["batch", "nodes"], IDS)
+    check("scores", scores, parents.shape, _SCORES, parents.device)
     node = torch.arange(parents.shape[1], device=parents.device)
     is_linked = (parents >= 0) & (parents < node)
     above = torch.where(is_linked, parents.long(), node)
@@ -157,6 +163,8 @@ def _check_draft(
     draft: Draft, scores: Tensor, budget: int | Tensor, nodes: int | None
 ) -> tuple[Tensor, int]:
     """Check the arguments of `keep_best`; return the parents and the width of the result."""
+    if not isinstance(draft, Draft):
+        raise TypeError(f"draft must be a Draft, got {type(draft).__name__}")
     require(draft.row is None, "draft.row must be None: a drawn node is never dropped by its value")
     if draft.parents is None:
         raise ValueError("draft.parents must be a tree, got None (a chain)")

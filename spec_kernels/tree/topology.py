@@ -3,7 +3,8 @@
 A tree of n nodes is its list of parents: `parents[0] == -1` is the root, `0 <= parents[i] < i` for
 every other node. Siblings are tried in ascending order of their nodes. Functions that take a list
 run on the host and raise on anything that is no tree; those that take `[batch, nodes]` tensors run
-on the tensors' device without waiting for it, and say what is wrong in their result.
+on the tensors' device without waiting for it, and say what is wrong in their result; only other
+dtypes (TypeError), shapes and devices (ValueError) raise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spec_kernels._check import check, require
+from spec_kernels._check import IDS, check, require
 
 MAX_NODES: Final = 1024
 """Most nodes of a tree, its root included."""
@@ -301,7 +302,8 @@ def parents_from_mask(mask: Tensor) -> list[int]:
         >>> parents_from_mask(mask_from_parents([-1, 0, 0, 1]))
         [-1, 0, 0, 1]
     """
-    check("mask", mask, ["nodes", mask.shape[0]], torch.bool)
+    check("mask", mask, ["nodes", "nodes"], torch.bool)
+    check("mask", mask, [mask.shape[0]] * 2, torch.bool)
     rows = [{j for j, is_seen in enumerate(row) if is_seen} for row in mask.tolist()]
     parents: list[int] = []
     for node, seen in enumerate(rows):
@@ -407,6 +409,8 @@ def _is_present(parents: Tensor, num_nodes: Tensor) -> Tensor:
 
 def _links(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Return where each node leads, to itself if it has no parent before it, and which exist."""
+    check("parents", parents, ["batch", "nodes"], IDS)
+    check("num_nodes", num_nodes, parents.shape[:1], IDS, parents.device)
     node = torch.arange(parents.shape[1], device=parents.device)
     present = _is_present(parents, num_nodes)
     is_linked = present & (parents >= 0) & (parents < node) & (node > 0)
