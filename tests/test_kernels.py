@@ -174,8 +174,7 @@ def test_cutoffs_read_little_again(
         kernels.row_law(logits, params, torch.arange(rows, dtype=torch.int32))
     stats, cutoff = seen.launches
     bytes_of_rows = logits.numel() * 2
-    argmax_tiles = rows * 8192 * 2  # the first argmax reads one tile of its row again
-    assert cutoff.distinct["logits_ptr"] - argmax_tiles <= share * bytes_of_rows
+    assert cutoff.distinct["logits_ptr"] <= share * bytes_of_rows  # of the first argmax too
     assert stats.store_bytes <= 0.04 * bytes_of_rows
 
 

@@ -167,6 +167,12 @@ def test_a_path_may_leave_at_a_guarded_exit() -> None:
     assert len(longest) > 2
 
 
+def test_a_path_does_not_follow_warps_that_come_apart() -> None:
+    code = parse_sass(SASS.replace("@P0 BRA `(.L_x_1)", "BRA.DIV UR4, `(.L_x_1)"))
+    longest = best_path(code, lambda block: (sum(x.name == "IMAD" for x in block),))
+    assert [code.instructions[i].name for i in longest][:3] == ["S2R", "BRA", "LDG"]
+
+
 def test_amd_assembly_is_read() -> None:
     text = """
 .LBB0_0:

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806  (compile-time arguments are written in capitals)
 """The law of a row from the statistics of its tiles: cutoffs without sorting.
 
-1. Combine the tiles: largest logit, sum, and with them the status. One tile is read again for the
-   first argmax.
+1. Combine the tiles: largest logit, sum, and with them the status. For the first argmax one tile
+   is read again; where the maxima of its groups are known, the groups that hold it.
 2. k groups have a maximum >= B, so the k-th largest id is >= B, and every id >= B lies in the
    groups whose maximum is. Bisection over the group maxima finds a B that few more groups reach;
    their numbers are listed, and only they are read.
@@ -82,7 +82,7 @@ def bound_groups(
     """A bound that at least `want` group maxima reach, but few more where ties allow it."""
     low = order_key(tl.full((), NEG_INF, tl.float32)) >> SHIFT
     high = order_key(row_max) >> SHIFT
-    limit = tl.maximum(want + want // 4, FEW)
+    limit = tl.where(want <= FEW, FEW, want + want // 4)
     maxima = load_groups(group_ptr, 0, groups, GROUP_BLOCK)
     count = groups
     while (low < high) & (count > limit):
@@ -264,7 +264,7 @@ def find_cutoff_kernel(
     FEW: tl.constexpr,  # groups held in registers
     GROUP_BLOCK: tl.constexpr,
 ):
-    """Law of one slot. Floor: 8 bytes per tile and one tile; with filters 512 bytes per tile and
+    """Law of one slot. Floor: 8 bytes per tile, and one tile; with filters 512 bytes per tile and
     the listed groups. Of the instructions, 1-2 per group and step of the first search and 5 (count)
     to 9 (mass) per candidate and step of the second."""
     slot, row, request, exists = locate_slot(
@@ -297,9 +297,12 @@ def find_cutoff_kernel(
     valid = valid & is_valid_row(row_max, mass)
 
     argmax = tl.full((), PAD_TOKEN, tl.int32)
+    group_ptr = group_max_ptr
+    if group_max_ptr is not None:
+        group_ptr = group_max_ptr + slot.to(tl.int64) * tiles * LANES
     if valid:
         argmax = first_argmax(
-            row_ptr, tile_max, row_max, vocab, CHUNKS, LANES, WIDTH, logits_stride_col
+            row_ptr, tile_max, row_max, vocab, CHUNKS, LANES, WIDTH, logits_stride_col, group_ptr
         )
     sampled = valid & is_sampled(temperature)
     tl.store(inv_temperature_ptr + slot, tl.where(sampled, inv_temperature, 0.0))
@@ -316,8 +319,8 @@ def find_cutoff_kernel(
             start = slot.to(tl.int64) * groups
             searched = Row(row_ptr, logits_stride_col, vocab, row_max, scale)
             cutoff, mass = search_cutoff(
-                searched, mass, top_k, top_p, least, list_ptr + start, group_max_ptr + start,
-                groups, SHIFT, (CHUNKS, LANES, WIDTH), FEW, GROUP_BLOCK,
+                searched, mass, top_k, top_p, least, list_ptr + start, group_ptr, groups,
+                SHIFT, (CHUNKS, LANES, WIDTH), FEW, GROUP_BLOCK,
             )  # fmt: skip
     tl.store(cutoff_ptr + slot, cutoff)
     tl.store(log_sum_ptr + slot, tl.where(sampled, tl.log(mass), 0.0))

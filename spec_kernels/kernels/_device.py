@@ -205,14 +205,19 @@ def load_tile(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     stride_col=1,
+    only=None,
 ):
-    """Read the ids `first ..` of a row as float32; `other` stands behind the end of the row.
+    """Read the ids `first ..` of a row as float32; `other` stands behind the end of the row, and
+    outside the mask `only` of lanes, if one is given.
 
     A masked load is narrow unless the compiler can divide the bound, so tiles inside the row are
     read without a mask.
     """
     offs = first + tile_offsets(CHUNKS, LANES, WIDTH)
-    if first + CHUNKS * LANES * WIDTH <= vocab:
+    if only is not None:
+        mask = only[None, :, None] & (offs < vocab)
+        x = widen(tl.load(row_ptr + offs * stride_col, mask=mask, other=other))
+    elif first + CHUNKS * LANES * WIDTH <= vocab:
         x = widen(tl.load(row_ptr + offs * stride_col))
     else:
         x = widen(tl.load(row_ptr + offs * stride_col, mask=offs < vocab, other=other))
@@ -363,8 +368,10 @@ def first_argmax(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     stride_col=1,
+    group_max_ptr=None,  # [n * LANES] f32, maxima of the groups of the row
 ):
-    """First id with the largest logit: one tile, the first that holds it, is read again.
+    """First id with the largest logit: one tile, the first that holds it, is read again, or of that
+    tile the groups that hold it.
 
     In four parts, so that a kernel which only does this on the side needs few registers for it.
     """
@@ -372,10 +379,14 @@ def first_argmax(
     PART: tl.constexpr = CHUNKS // 4 if CHUNKS > 4 else 1
     index = tl.arange(0, tile_max.shape[0])
     tile = tl.min(tl.where(tile_max == row_max, index, tile_max.shape[0] - 1), 0)
+    only = None
+    if group_max_ptr is not None:
+        only = tl.load(group_max_ptr + tile * LANES + tl.arange(0, LANES)) == row_max
     offs = tile_offsets(PART, LANES, WIDTH)
     place = tl.full((PART, LANES, WIDTH), TILE, tl.int32)
     for start in range(0, TILE, PART * LANES * WIDTH):
-        x = load_tile(row_ptr, tile * TILE + start, vocab, NEG_INF, PART, LANES, WIDTH, stride_col)
+        first = tile * TILE + start
+        x = load_tile(row_ptr, first, vocab, NEG_INF, PART, LANES, WIDTH, stride_col, only)
         place = tl.minimum(place, tl.where(x == row_max, start + offs, TILE))
     return tile * TILE + tl.min(place)
 
@@ -408,7 +419,7 @@ def find(weights, fraction):
     first = tl.min(tl.where((below > target) & (weight > 0.0), index, size), 0)
     last = tl.max(tl.where(weight > 0.0, index, 0), 0)
     hit = tl.minimum(first, last)
-    mass = take(weight, hit)
+    mass = take(weights, hit).to(tl.float64)
     rest = target - (take(below, hit) - mass)
     rest = tl.where(mass > 0.0, rest / tl.where(mass > 0.0, mass, 1.0), 0.0)
     return hit, tl.minimum(tl.maximum(rest, 0.0), 1.0)

@@ -153,8 +153,11 @@ def residual_at(inputs, laws, request, node, end, log2_a, sizes, SOURCE: tl.cons
 
 
 @triton.jit
-def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOFF: tl.constexpr):
-    """q of some ids, without its factor."""
+def weigh_draft(
+    inputs, first, place, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOFF: tl.constexpr
+):  # fmt: skip
+    """q of the ids `first + place`, without its factor."""
+    ids = first + place
     IS_LAW: tl.constexpr = inputs.draft_law is not None
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     if inputs.draft_column is not None:
@@ -168,7 +171,8 @@ def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOF
         return q
     else:
         if FULL:
-            x = tl.load(rows.q_row + ids * sizes.draft_stride_col)
+            row_ptr = rows.q_row + first * sizes.draft_stride_col
+            x = tl.load(row_ptr + place * sizes.draft_stride_col)
         else:
             known = ids < tl.minimum(sizes.vocab, sizes.draft_vocab)
             x = tl.load(rows.q_row + ids * sizes.draft_stride_col, mask=known, other=OTHER)
@@ -178,7 +182,8 @@ def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOF
 @triton.jit
 def weigh_ids(
     inputs,
-    ids,
+    first,
+    place,
     rows,
     one_hot,
     sizes,
@@ -187,16 +192,20 @@ def weigh_ids(
     FULL: tl.constexpr,  # all ids lie inside both rows
     HAS_CUTOFF: tl.constexpr,
 ):
-    """`a p` of some ids and its residual, both without the factor of p."""
+    """`a p` of the ids `first + place` and its residual, both without the factor of p.
+
+    The scalar goes into the pointer first: then constant distances go into the instructions.
+    """
+    ids = first + place
     IS_LAW: tl.constexpr = SOURCE != "probabilities"
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     if FULL:
-        x = tl.load(rows.p_row + ids * sizes.stride_col)
+        x = tl.load(rows.p_row + first * sizes.stride_col + place * sizes.stride_col)
     else:
         x = tl.load(rows.p_row + ids * sizes.stride_col, mask=ids < sizes.vocab, other=OTHER)
     p = weigh(x.to(tl.float32), rows.p, IS_LAW, HAS_CUTOFF)
     if HAS_Q:
-        q = weigh_draft(inputs, ids, rows, one_hot, sizes, FULL, HAS_CUTOFF)
+        q = weigh_draft(inputs, first, place, rows, one_hot, sizes, FULL, HAS_CUTOFF)
         return p, tl.maximum(tl.fma(q, -rows.ratio, p), 0.0)
     else:
         return p, tl.where(ids == one_hot, 0.0, p)
@@ -218,18 +227,20 @@ def sum_weights(
         plain = 0.0
         residual = 0.0
         for start in range(0, TILE, PART * SHAPE[1] * SHAPE[2]):
-            ids = first + start + tile_offsets(PART, SHAPE[1], SHAPE[2])
-            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, True, False, True)
+            place = start + tile_offsets(PART, SHAPE[1], SHAPE[2])
+            p, r = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, True, False, True)
             plain += sum_tile(p)
             residual += sum_tile(r)
     else:
-        ids = first + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+        place = tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
         width = tl.minimum(sizes.vocab, sizes.draft_vocab) if HAS_Q else sizes.vocab
         if first + TILE <= width:
-            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF)
+            p, r = weigh_ids(
+                inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF
+            )
             plain, residual = sum_tile(p), sum_tile(r)
         else:
-            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+            p, r = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
             plain, residual = sum_tile(p), sum_tile(r)
     return plain * rows.p.factor, residual * rows.p.factor
 
@@ -289,17 +300,21 @@ def sum_runs(
     inputs, first, rows, one_hot, sizes, SOURCE: tl.constexpr, HAS_Q: tl.constexpr,
     LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Residuals of LANES runs of neighbouring ids; unmasked and without cutoffs where it can be."""
-    ids = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    """Residuals of LANES runs of neighbouring ids; unmasked where they lie inside both rows, and
+    without cutoffs unless the law of p comes from a search."""
+    CUT: tl.constexpr = SOURCE == "slots" or SOURCE == "rows"
+    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     width = tl.minimum(sizes.vocab, sizes.draft_vocab) if HAS_Q else sizes.vocab
-    has_cutoff = rows.p.cutoff > NEG_INF
-    if HAS_Q:
-        has_cutoff = has_cutoff | (rows.q.cutoff > NEG_INF)
-    if (first + LANES * EACH > width) | has_cutoff | (inputs.draft_column is not None):
-        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+    is_plain = first + LANES * EACH <= width
+    if not CUT:
+        is_plain = is_plain & (rows.p.cutoff == NEG_INF)
+        if HAS_Q:
+            is_plain = is_plain & (rows.q.cutoff == NEG_INF)
+    if is_plain & (inputs.draft_column is None):
+        _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, True, CUT)
         runs = tl.sum(w, 1)
     else:
-        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, False)
+        _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
         runs = tl.sum(w, 1)
     return runs
 
@@ -319,15 +334,16 @@ def draw_id(
     EACH: tl.constexpr = SHAPE[0] * SHAPE[2] if IS_WIDE else RUN
     SPANS: tl.constexpr = SHAPE[0] * SHAPE[2] // EACH
     if SPANS > 1:
-        ids = first + tile_offsets(SPANS, EACH, LANES)
-        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+        place = tile_offsets(SPANS, EACH, LANES)
+        _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
         place, fraction = find(tl.sum(tl.sum(w, 1), 1), fraction)
         first += place * (LANES * EACH)
     runs = sum_runs(inputs, first, rows, one_hot, sizes, SOURCE, HAS_Q, LANES, EACH)
+    runs = tl.gather(runs, tl.arange(0, LANES), 0)  # one each: WIDTH lanes held the same ones
     place, fraction = find(runs, fraction)
     first += place * EACH
-    ids = first + tl.arange(0, EACH)
-    _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+    place = tl.arange(0, EACH)
+    _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
     place, _ = find(w, fraction)
     return first + place
 
@@ -350,8 +366,11 @@ def choose_masses(
         one_hot = tl.full((), NOWHERE, tl.int64)
         if has_q:
             tile = (rows.child // TILE).to(tl.int32)
-            ids = tile * TILE + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
-            _, w = weigh_ids(inputs, ids, rows, rows.child, sizes, SOURCE, False, False, True)
+            first = tile * TILE
+            place = tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+            _, w = weigh_ids(
+                inputs, first, place, rows, rows.child, sizes, SOURCE, False, False, True
+            )
             rest = (sum_tile(w) * rows.p.factor).to(tl.float64)
             without = tl.where(tl.arange(0, TILES) == tile, rest, plain)
             if tl.sum(without, 0) > 0.0:

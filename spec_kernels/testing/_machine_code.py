@@ -86,14 +86,15 @@ def parse_sass(text: str) -> Code:
         guard, opcode, rest = match.groups()
         name = opcode.split(".")[0]
         target = re.search(r"`\((\.L_x_\d+)\)", rest)
-        jumps = name in ("BRA", "BRX", "JMP") and target
+        diverges = opcode.startswith("BRA.DIV")  # left by a warp that has come apart: never here
+        jumps = name in ("BRA", "BRX", "JMP") and target and not diverges
         code.instructions.append(
             Instruction(
                 opcode,
                 tuple(lines),
                 target.group(1) if jumps and target else None,
-                name in ("EXIT", "RET", "BRA", "JMP", "KILL"),
-                guard is not None or opcode.startswith("BRA.DIV") or "UP" in rest.split(",")[0],
+                name in ("EXIT", "RET", "BRA", "JMP", "KILL") and not diverges,
+                guard is not None or "UP" in rest.split(",")[0],
             )
         )
     while code.instructions and code.instructions[-1].name in ("NOP", "BRA"):

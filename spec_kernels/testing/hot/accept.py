@@ -139,9 +139,9 @@ def _decide_paths(launch: CompiledLaunch) -> tuple[HotPath, ...]:
     x = launch.arguments
     has_q = x["inputs"].draft_row is not None
     both = tuple(line_of(draw_final, f"SOURCE, {flag}, SHAPE") for flag in (True, False))
-    avoid = () if x["SOURCE"] == "slots" else (line_of(sum_runs, "HAS_Q, False, True)"),)
-    fast = line_of(sum_runs, "HAS_Q, True, False)")
-    through = (both[0] if has_q else both[1], *((fast,) if avoid else ()))
+    avoid = (line_of(sum_runs, "HAS_Q, False, True)"),)
+    fast = line_of(sum_runs, "HAS_Q, True, CUT)")
+    through = (both[0] if has_q else both[1], fast)
     return (HotPath(math.prod(x["SHAPE"]), "draw", through=through, avoid=avoid, within=both),)
 
 
