@@ -54,8 +54,9 @@ class Seconds:
 class AcceptanceMatrix:
     """How often a child was kept when its parent was, by its depth and its rank among siblings.
 
-    The children of a node exclude each other, so the rates of one depth add up to at most 1. This
-    is what the best static tree is built from.
+    The children of a node exclude each other, so the rates of one depth add up to at most 1, provided
+    that the kept nodes there had equally many: a child that was not there was not tried. This is
+    what the best static tree is built from.
 
     Attributes:
         tried: `[depth][rank]`, depth 1 first: rounds with such a child behind a kept node.
@@ -90,8 +91,8 @@ class AcceptanceMatrix:
         return rows
 
     def expected(self, parents: Sequence[int]) -> list[float]:
-        """Return the chance that a round keeps each node of a tree; their sum is the expected
-        number of tokens per round. Depths and ranks never seen count 0.
+        """Return the chance that a round keeps each node of a tree, if its drafts are all there;
+        their sum is the expected number of tokens per round. Depths and ranks never seen count 0.
 
         Args:
             parents: the tree; siblings in the order of their ranks.
