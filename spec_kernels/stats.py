@@ -54,9 +54,9 @@ class Seconds:
 class AcceptanceMatrix:
     """How often a child was kept when its parent was, by its depth and its rank among siblings.
 
-    The children of a node exclude each other, so the rates of one depth add up to at most 1, provided
-    that the kept nodes there had equally many: a child that was not there was not tried. This is
-    what the best static tree is built from.
+    The children of a node exclude each other, so the rates of one depth add up to at most 1, if
+    the kept nodes there had equally many: a child that was not there was not tried. This is what
+    the best static tree is built from.
 
     Attributes:
         tried: `[depth][rank]`, depth 1 first: rounds with such a child behind a kept node.
