@@ -55,7 +55,6 @@ SAMPLED = tl.constexpr(2)
 POSSIBLE = tl.constexpr(4)
 
 BIG = tl.constexpr(2147483647)
-BLOCK = tl.constexpr(16)  # nodes that are compared with all others at once
 MAX_GAIN = tl.constexpr(1000.0)  # log2; keeps products with an acceptance finite
 
 
@@ -208,7 +207,7 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def take_block(start, parent, count, NODES: tl.constexpr):
+def take_block(start, parent, count, NODES: tl.constexpr, BLOCK: tl.constexpr):
     """The nodes from `start` on."""
     node = start + tl.arange(0, BLOCK)
     inside = tl.minimum(node, NODES - 1)
@@ -223,11 +222,11 @@ def any_of(matrix):
 
 
 @triton.jit
-def share_rows(parent, is_sampled, row, count, NODES: tl.constexpr):
+def share_rows(parent, is_sampled, row, count, NODES: tl.constexpr, BLOCK: tl.constexpr):
     """The draft row of each node's sampled children, that of the first usable one; -1 = none."""
     first = tl.full((NODES,), BIG, tl.int32)
     for start in range(1, count, BLOCK):
-        block = take_block(start, parent, count, NODES)
+        block = take_block(start, parent, count, NODES, BLOCK)
         sampled = (tl.gather(is_sampled.to(tl.int32), block.inside, 0) > 0)[None, :]
         found = tl.where(block.is_child & sampled, block.node[None, :], BIG)
         first = tl.minimum(first, tl.min(found, 1))
@@ -258,7 +257,9 @@ class Families(NamedTuple):
 
 
 @triton.jit
-def gather_families(parent, tokens, usable, fixed, faulty, count, NODES: tl.constexpr):
+def gather_families(
+    parent, tokens, usable, fixed, faulty, count, NODES: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compare all nodes with all nodes, BLOCK at a time."""
     node = tl.arange(0, NODES)
     kind = tl.where(usable, 1, 0) | tl.where(fixed, 2, 0) | tl.where(faulty, 4, 0)
@@ -271,7 +272,7 @@ def gather_families(parent, tokens, usable, fixed, faulty, count, NODES: tl.cons
     beside_fixed = node < 0
     after_sampled = node < 0
     for start in range(1, count, BLOCK):
-        block = take_block(start, parent, count, NODES)
+        block = take_block(start, parent, count, NODES, BLOCK)
         other = block.node[None, :]
         other_kind = tl.gather(kind, block.inside, 0)[None, :]
         is_usable = (other_kind & 1) > 0
@@ -315,6 +316,7 @@ def plan_kernel(
     SOURCE: tl.constexpr,
     REPLACEMENT: tl.constexpr,
     NODES: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes that are compared with all others at once
 ):
     """Topology, children and gains of a request.
 
@@ -357,13 +359,13 @@ def plan_kernel(
         if inputs.draft_column is None:
             width = tl.where(is_fixed, vocab, tl.maximum(vocab, draft_vocab))
         is_usable = is_usable & (is_fixed | q.status) & (tokens < width)
-        q_row = share_rows(parent, is_usable & ~is_fixed, draft_row, count, NODES)
+        q_row = share_rows(parent, is_usable & ~is_fixed, draft_row, count, NODES, BLOCK)
         is_usable = is_usable & (is_fixed | (draft_row == tl.gather(q_row, above, 0)))
     is_usable = is_usable & (tokens < width)
     is_faulty = is_child & (tokens != PAD_TOKEN) & ~is_usable
     is_usable = is_usable & p.status
     is_fixed = is_fixed & is_child
-    family = gather_families(parent, tokens, is_usable, is_fixed, is_faulty, count, NODES)
+    family = gather_families(parent, tokens, is_usable, is_fixed, is_faulty, count, NODES, BLOCK)
 
     IS_LAW: tl.constexpr = SOURCE != "probabilities"
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0

@@ -426,7 +426,7 @@ def select_rounds(rule: str, batch: int, nodes: int, tiles: int) -> RoundsConfig
 
 
 def allow_registers(tensor: Tensor, num_warps: int) -> dict[str, int]:
-    """Option of the launches that both walk and make passes.
+    """Option of the launches that both walk and make passes, and of all with eight warps.
 
     Left alone, `ptxas` stops them at 128 registers and spills. With these bars three programs of
     four warps, or one of eight, share a multiprocessor. AMD's compiler knows no such option, and
@@ -498,6 +498,9 @@ def accept_trees(
         "NODES": max(2, triton.next_power_of_2(nodes)),
         "num_warps": 8 if nodes > 256 else config.num_warps,
     }
+    walks = shared | allow_registers(inputs.target_logits, shared["num_warps"])
+    if nodes > 256:
+        shared = walks
     shape = {"SOURCE": source, "SHAPE": (config.chunks, config.lanes, config.width)}
     spread = {"TILES": triton.next_power_of_2(spans), "REPLACEMENT": replacement}
     if source == "tiles":
@@ -508,21 +511,16 @@ def accept_trees(
             num_warps=config.num_warps,
             **{name: shared[name] for name in names},
         )
-    plan_kernel[(batch,)](SOURCE=source, REPLACEMENT=replacement, **shared)
+    plan_kernel[(batch,)](
+        SOURCE=source, REPLACEMENT=replacement, BLOCK=4 if nodes > 256 else 16, **shared
+    )
     if draft is not None:
         rest_kernel[(batch, nodes, spans)](work=work, **shared, **shape)
     programs = triton.cdiv(spans, rounds.step)
-    registers = allow_registers(inputs.target_logits, shared["num_warps"])
     for index in range(rounds.rounds):
         if rule == "token":
             token_pass_kernel[(batch, programs)](
-                work=work,
-                passes=index,
-                step=rounds.step,
-                **shared,
-                **shape,
-                **spread,
-                **registers,
+                work=work, passes=index, step=rounds.step, **walks, **shape, **spread
             )
         else:
             kernel = advance_kernel if index else start_kernel
@@ -537,8 +535,7 @@ def accept_trees(
         RULE=rule,
         IS_FIRST=rounds.rounds == 0,
         DEPTH=triton.next_power_of_2(max_depth + 1),
-        **shared,
+        **walks,
         **shape,
         **spread,
-        **registers,
     )
