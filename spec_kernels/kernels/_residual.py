@@ -171,8 +171,7 @@ def weigh_draft(
         return q
     else:
         if FULL:
-            row_ptr = rows.q_row + first * sizes.draft_stride_col
-            x = tl.load(row_ptr + place * sizes.draft_stride_col)
+            x = tl.load(rows.q_row + ids * sizes.draft_stride_col)
         else:
             known = ids < tl.minimum(sizes.vocab, sizes.draft_vocab)
             x = tl.load(rows.q_row + ids * sizes.draft_stride_col, mask=known, other=OTHER)
@@ -192,15 +191,12 @@ def weigh_ids(
     FULL: tl.constexpr,  # all ids lie inside both rows
     HAS_CUTOFF: tl.constexpr,
 ):
-    """`a p` of the ids `first + place` and its residual, both without the factor of p.
-
-    The scalar goes into the pointer first: then constant distances go into the instructions.
-    """
+    """`a p` of the ids `first + place` and its residual, both without the factor of p."""
     ids = first + place
     IS_LAW: tl.constexpr = SOURCE != "probabilities"
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     if FULL:
-        x = tl.load(rows.p_row + first * sizes.stride_col + place * sizes.stride_col)
+        x = tl.load(rows.p_row + ids * sizes.stride_col)
     else:
         x = tl.load(rows.p_row + ids * sizes.stride_col, mask=ids < sizes.vocab, other=OTHER)
     p = weigh(x.to(tl.float32), rows.p, IS_LAW, HAS_CUTOFF)
