@@ -190,6 +190,7 @@ MALFORMED = {
     "negative": [-1, 0, -(2**31), 0, 0],
     "root with a parent": [0, 0, 0, 0, 0],
     "root outside": [-2, 0, 0, 0, 0],
+    "root far outside": [2**31 - 1, 0, 0, 0, 0],
     "too deep": [-1, 0, 1, 2, 3],
 }
 

@@ -243,7 +243,7 @@ def load_state(
     base = request * sizes.nodes
     slot = base + node
     inside = node < tl.load(plan.count + request)
-    parent = tl.maximum(tl.load(parents_ptr + slot, mask=inside, other=0), 0)
+    parent = tl.maximum(tl.load(parents_ptr + slot, mask=inside & (node > 0), other=0), 0)
     before = tl.load(plan.before + slot, mask=inside, other=-1)
     kind = tl.load(plan.kind + slot, mask=inside, other=0)
     gain = tl.load(plan.gain + slot, mask=inside, other=0.0)
