@@ -477,6 +477,7 @@ def accept_trees(
     tiles = config.tiles(vocab)
     spans = tiles if draft is None else max(tiles, config.tiles(draft.shape[1]))
     rounds = select_rounds(rule, batch, nodes, spans)
+    num_warps = 8 if nodes > 256 else config.num_warps
     plan = make_plan(inputs.target_logits, batch, nodes, source == "tiles")
     work = make_work(inputs.target_logits, batch, nodes, spans, draft is not None)
     shared = {
@@ -496,9 +497,9 @@ def accept_trees(
         "stride_col": column_stride(inputs.target_logits),
         "draft_stride_col": 1 if draft is None else column_stride(draft),
         "NODES": max(2, triton.next_power_of_2(nodes)),
-        "num_warps": 8 if nodes > 256 else config.num_warps,
+        "num_warps": num_warps,
     }
-    walks = shared | allow_registers(inputs.target_logits, shared["num_warps"])
+    walks = {**shared, **allow_registers(inputs.target_logits, num_warps)}
     if nodes > 256:
         shared = walks
     shape = {"SOURCE": source, "SHAPE": (config.chunks, config.lanes, config.width)}
