@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CPU_FLOATS = (*FLOATS, torch.float64)
+"""Also float64, for models that are decoded to prove something."""
 IDS = (torch.int64, torch.int32)
+
+
+def floats_of(tensor: Tensor) -> tuple[torch.dtype, ...]:
+    """Return the floating dtypes that caches and attention take on a tensor's device."""
+    return CPU_FLOATS if tensor.device.type == "cpu" else FLOATS
 
 
 def describe(dtypes: Sequence[torch.dtype]) -> str:

@@ -345,7 +345,7 @@ def test_words_of_the_tree_module_are_understood() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dtype": ({"query": torch.zeros(8, 4, 64).double()}, TypeError, "query must be"),
+    "dtype": ({"query": torch.zeros(8, 4, 64).long()}, TypeError, "query must be"),
     "heads": ({"query": torch.zeros(20, 3, 64).bfloat16()}, ValueError, "multiple of 2 heads"),
     "cache": ({"key_cache": torch.zeros(4, 16, 2, 64)}, TypeError, "key_cache must be"),
     "values": ({"value_cache": torch.zeros(4, 8, 2, 64)}, ValueError, "value_cache must be"),

@@ -99,7 +99,7 @@ INT8 = CACHE.to(torch.int8)
         (ValueError, "given together", appended(value_cache=CACHE)),
         (ValueError, r"key must be \[2, 1, 4\]", appended(key=NEW[:, :, :3])),
         (TypeError, "slots must be .* int64", appended(slots=ONES)),
-        (TypeError, "key_cache must be", appended(key_cache=CACHE.double())),
+        (TypeError, "key_cache must be", appended(key_cache=CACHE.long())),
         (ValueError, "key_scale must be None beside", appended(key_scale=torch.ones(1))),
         (
             ValueError,

@@ -95,7 +95,7 @@ def test_coupled_output_is_that_of_plain_decoding() -> None:
         assert tokens_of(outputs) == expected
 
 
-@pytest.mark.parametrize("part", ["spec_kernels.targets.module", "spec_kernels.nn.verifier"])
+@pytest.mark.parametrize("part", ["spec_kernels.targets.attention", "spec_kernels.nn.verifier"])
 def test_flattened_indices_as_positions_are_caught(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

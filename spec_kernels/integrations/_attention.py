@@ -35,7 +35,7 @@ class TransformersCache(TreeCache):
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
 
-    def reserve(self, nodes: int) -> None:
+    def extend(self, nodes: int) -> None:
         """Make room for the rows of a tree behind any context."""
         missing = self.capacity + nodes - 1 - self.rows
         if missing > 0:

@@ -173,7 +173,7 @@ class TransformersTarget:
         _check_capacity(cache, rows, [lens[row] + depth[row] + 1 for row in rows])
         cache.holds_tree = trees is not None
         if trees is not None:
-            cache.reserve(nodes)
+            cache.extend(nodes)
             trees = trees if len(rows) == batch else trees.of(torch.tensor(rows))
         active = [counts[row] for row in rows]
         step = Step(cache, rows, [lens[row] + start for row in rows], active, trees)

@@ -32,6 +32,12 @@ class BlockPool:
         """Blocks that nobody holds."""
         return len(self._free)
 
+    def add(self, count: int) -> None:
+        """Add free blocks, numbered behind the present ones."""
+        first = len(self._holders)
+        self._free[:0] = range(first + count - 1, first - 1, -1)
+        self._holders += [0] * count
+
     def holders(self, block: int) -> int:
         """Requests that hold a block."""
         return self._holders[block]

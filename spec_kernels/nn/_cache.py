@@ -49,6 +49,8 @@ class KVCacheBase:
         holds_tree: whether the last forward may have been over trees. If not, rows already lie in
             place and `keep` only advances the lengths.
         clears: whether `keep` sets the rows of rejected nodes to zero.
+        max_length: most positions of a request.
+        max_rows: most rows of a request: as many, and more after `extend`.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class KVCacheBase:
         require(block_size > 0, f"block_size must be at least 1, got {block_size}")
         require(scale in ("row", "cache"), f"scale must be row or cache, got {scale!r}")
         self.batch, self.max_length, self.block_size = batch, max_length, block_size
+        self.max_rows = max_length
         self.holds_tree, self.clears = True, clears
         self.context_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.block_table: Tensor | None = None
@@ -91,8 +94,28 @@ class KVCacheBase:
         self.values = [rows(s.kv_heads, s.value_dim) if s.value_dim else None for s in shapes]
         self.key_scales = [scales(s.kv_heads) for s in shapes]
         self.value_scales = [scales(s.kv_heads) if s.value_dim else None for s in shapes]
+        self._describe()
+
+    def _describe(self) -> None:
         parts = [*self.keys, *self.values, *self.key_scales, *self.value_scales]
         self.tensors = CacheTensors.make([x for x in parts if x is not None and x.dim() > 1])
+
+    def _pad(self, blocks: int, rows: int) -> None:
+        """Replace all tensors by larger ones, by so many blocks and rows per block."""
+
+        def pad(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or tensor.dim() == 1:
+                return tensor
+            old, size = tensor.shape[0], tensor.shape[1]
+            larger = tensor.new_zeros(old + blocks, size + rows, *tensor.shape[2:])
+            larger[:old, :size] = tensor
+            return larger
+
+        self.keys = [pad(x) for x in self.keys]  # type: ignore[misc]
+        self.values = [pad(x) for x in self.values]
+        self.key_scales = [pad(x) for x in self.key_scales]
+        self.value_scales = [pad(x) for x in self.value_scales]
+        self._describe()
 
     # ------------------------------------------------------------------ host: room
 
@@ -109,12 +132,30 @@ class KVCacheBase:
         for b, (count, end) in enumerate(zip(counts, ends, strict=True)):
             require(count >= 0, f"count of request {b} must be at least 0, got {count}")
             require(
-                end <= self.max_length,
-                f"request {b} must have at most {self.max_length} rows, got {end}",
+                end <= self.max_rows,
+                f"request {b} must have at most {self.max_rows} rows, got {end}",
             )
         starts = self._known
         self._grow(starts, [e if c else s for s, c, e in zip(starts, counts, ends, strict=True)])
         self._ends = ends
+
+    def extend(self, nodes: int) -> None:
+        """Make room for trees of so many nodes behind any context: they have more rows than
+        positions. Tensors and table may be replaced by larger ones."""
+        rows = self.max_length + nodes - 1
+        if rows > self.max_rows:
+            self._widen(rows)
+            self.max_rows = rows
+
+    def tell(self, lens: Sequence[int]) -> None:
+        """Tell the host the lengths as they are on the device; what is reserved stays."""
+        self._known, self._lens = list(lens), list(lens)
+
+    def trim(self, bounds: Sequence[int]) -> None:
+        """Release what lies behind `bounds[b]` rows, where the lengths are known not to reach."""
+        self._shrink(bounds)
+        pairs = (zip(old, bounds, strict=True) for old in (self._known, self._lens, self._ends))
+        self._known, self._lens, self._ends = ([min(pair) for pair in many] for many in pairs)
 
     def truncate(self, lens: Tensor | Sequence[int]) -> None:
         """Shorten every request to `lens[b]` rows, and forget the nodes of the last forward.
@@ -188,6 +229,10 @@ class KVCacheBase:
     def _shrink(self, lens: Sequence[int]) -> None:
         """Release what lies behind `lens[b]` rows."""
 
+    def _widen(self, rows: int) -> None:
+        """Let each request have so many rows."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be extended for trees")
+
     def _share(self, source: int, target: int, length: int) -> None:
         """Give `target` the first rows of `source`."""
         raise NotImplementedError
@@ -213,7 +258,7 @@ class KVCacheBase:
     def _rows(self, position: Tensor) -> Tensor:
         """Return the flat row of positions `[batch, n] int64`, -1 where there is none."""
         block = torch.arange(self.batch, device=position.device)[:, None]
-        exists = position < self.max_length
+        exists = position < self.max_rows
         if self.block_table is not None:
             index = (position // self.block_size).clamp(max=self.block_table.shape[1] - 1)
             block = self.block_table.gather(1, index).long()
@@ -254,6 +299,7 @@ class KVCacheBase:
             ValueError: a length in lens is outside what was reserved.
         """
         kept = list(self._ends) if lens is None else self._checked(lens, self._ends)
+        accepted_lens = accepted_lens.to(torch.int32)
         if self.holds_tree or self.clears:
             compact_cache(
                 self.tensors,
@@ -263,7 +309,7 @@ class KVCacheBase:
                 accepted_lens,
                 num_nodes=self._num_nodes if self.clears else None,
             )
-        grown = self.context_lens + accepted_lens.to(torch.int32) + 1
+        grown = self.context_lens + accepted_lens + 1
         self.context_lens = torch.where(path[:, 0] >= 0, grown, self.context_lens)
         if lens is None:
             self._lens = kept

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spec_kernels._check import require
 from spec_kernels.nn._blocks import BlockLists
@@ -31,7 +32,7 @@ class PagedKVCache(KVCacheBase):
     Args:
         shapes: of every layer.
         batch: most requests at a time.
-        num_blocks: blocks for all of them.
+        num_blocks: blocks for all of them; None = as many as they can ever need.
         block_size: rows per block.
         max_length: most rows of a request, drafts included.
         dtype: of the rows; float8_e4m3fn, float8_e5m2 and int8 are quantised.
@@ -67,7 +68,7 @@ class PagedKVCache(KVCacheBase):
         shapes: Sequence[KVShape],
         batch: int,
         *,
-        num_blocks: int,
+        num_blocks: int | None,
         block_size: int = 16,
         max_length: int,
         dtype: torch.dtype = torch.float32,
@@ -75,6 +76,10 @@ class PagedKVCache(KVCacheBase):
         scale: Literal["row", "cache"] = "row",
         clears: bool = False,
     ) -> None:
+        require(block_size > 0, f"block_size must be at least 1, got {block_size}")
+        self._is_elastic = num_blocks is None
+        if num_blocks is None:
+            num_blocks = batch * -(-max_length // block_size)
         super().__init__(
             shapes,
             batch,
@@ -98,6 +103,15 @@ class PagedKVCache(KVCacheBase):
     def blocks_of(self, request: int) -> tuple[int, ...]:
         """Return the blocks that a request holds, in the order of its rows."""
         return tuple(self._lists.blocks[request])
+
+    def _widen(self, rows: int) -> None:
+        width = -(-rows // self.block_size)
+        more = width - self._table.shape[1]
+        if more and self._is_elastic:
+            self._pad(self.batch * more, 0)
+            self._lists.pool.add(self.batch * more)
+        self._table = pad(self._table, (0, more), value=-1)
+        self.block_table = self._table.to(self.block_table.device, copy=True)
 
     def _grow(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         growth = self._lists.grow(starts, ends)
@@ -162,6 +176,10 @@ class ContiguousKVCache(KVCacheBase):
             scale=scale,
             clears=clears,
         )
+
+    def _widen(self, rows: int) -> None:
+        self._pad(0, rows - self.block_size)
+        self.block_size = rows
 
     def _share(self, source: int, target: int, length: int) -> None:
         for tensor in self.tensors.tensors:

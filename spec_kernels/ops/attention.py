@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_kernels._check import FLOATS, check
+from spec_kernels._check import FLOATS, check, floats_of
 from spec_kernels.ops._register import register
 
 MAX_DIM = 512
@@ -45,8 +45,8 @@ def verify_attention(
     and values lie behind the context in order, those of its ancestor words.
 
     Args:
-        query: `[tokens, heads, qk_dim] float32/float16/bfloat16`; the nodes of request b are tokens
-            cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1. Any strides.
+        query: `[tokens, heads, qk_dim] float32/float16/bfloat16`, on a CPU also float64; the nodes
+            of request b are tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1. Any strides.
         key_cache: `[blocks, block_size, kv_heads, qk_dim]`, or without a block table
             `[batch, max_len, kv_heads, qk_dim]`. Any strides (HND: permute). Dtype of query, or
             float8_e4m3fn, or int8. heads is a multiple of kv_heads; head h reads KV head
@@ -106,7 +106,8 @@ def verify_attention(
         >>> verify_attention(query, cache, cache, context, cu, 2, ancestors=siblings)[0].flatten()
         tensor([1.5000, 2.5000])
     """
-    check("query", query, ("tokens", "heads", "qk_dim"), FLOATS)
+    floats = floats_of(query) if isinstance(query, Tensor) else FLOATS
+    check("query", query, ("tokens", "heads", "qk_dim"), floats)
     _, heads, qk_dim = query.shape
     device = query.device
     dtypes = (query.dtype, *EIGHT_BITS)
@@ -241,7 +242,7 @@ def check_options(
     if depths is not None:
         check("depths", depths, (tokens,), torch.int32, query.device)
     if sinks is not None:
-        check("sinks", sinks, (heads,), FLOATS, query.device)
+        check("sinks", sinks, (heads,), floats_of(query), query.device)
     if window is not None and ancestors is not None and depths is None:
         raise ValueError("a window over a tree needs depths")
     for name, value in (("window", window), ("max_seqlen_k", max_seqlen_k), ("softcap", softcap)):

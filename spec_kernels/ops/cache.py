@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spec_kernels._check import FLOATS, check
+from spec_kernels._check import FLOATS, check, floats_of
 from spec_kernels.ops._arguments import detached
 from spec_kernels.ops._register import register
 from spec_kernels.types import CacheTensors
@@ -77,8 +77,9 @@ def _check_append(
     name: str, cache: Tensor, rows: Tensor | None, tokens: int, scale: Tensor | None
 ) -> None:
     shape = ("blocks", "block_size", "kv_heads", "head_dim")
-    check(f"{name}_cache", cache, shape, (*FLOATS, *_QUANTISED))
-    check(name, rows, (tokens, *cache.shape[2:]), FLOATS, cache.device)
+    floats = floats_of(cache) if isinstance(cache, Tensor) else FLOATS
+    check(f"{name}_cache", cache, shape, (*floats, *_QUANTISED))
+    check(name, rows, (tokens, *cache.shape[2:]), floats, cache.device)
     if scale is None:
         return
     if cache.dtype not in _QUANTISED:

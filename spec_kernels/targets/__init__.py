@@ -1,5 +1,6 @@
 """What a decoder must offer, and adaptors: for plain torch.nn models, and for a table."""
 
+from spec_kernels.targets.attention import KVCache, Nodes, make_room, open_cache
 from spec_kernels.targets.base import (
     Cache,
     ChainCache,
@@ -8,7 +9,7 @@ from spec_kernels.targets.base import (
     TreeCache,
     contain_faults,
 )
-from spec_kernels.targets.module import Attend, DecoderModule, KVCache, ModuleTarget
+from spec_kernels.targets.module import Attend, DecoderModule, ModuleTarget
 from spec_kernels.targets.table import TableTarget
 
 __all__ = [
@@ -18,9 +19,12 @@ __all__ = [
     "DecoderModule",
     "KVCache",
     "ModuleTarget",
+    "Nodes",
     "TableTarget",
     "Target",
     "TargetOutput",
     "TreeCache",
     "contain_faults",
+    "make_room",
+    "open_cache",
 ]

@@ -39,13 +39,29 @@ class TargetOutput(NamedTuple):
 class Cache(Protocol):
     """The K/V of a batch of requests: one row per request, each with its own length.
 
+    The caches of `nn` are such caches. What is a host integer here costs no synchronisation.
+
     Attributes:
         context_lens: `[batch] int32`, committed rows of each request, on the target's device.
     """
 
     context_lens: Tensor
 
-    def keep(self, path: Tensor, accepted_lens: Tensor) -> None:
+    def extend(self, nodes: int) -> None:
+        """Make room for trees of so many nodes: they have more rows than positions."""
+        ...
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Make room for `counts[b]` nodes behind each context.
+
+        Raises:
+            OutOfBlocks: there is too little; nothing changed.
+        """
+        ...
+
+    def keep(
+        self, path: Tensor, accepted_lens: Tensor, *, lens: Sequence[int] | None = None
+    ) -> None:
         """Make the root and the accepted nodes of the last forward permanent.
 
         Their K/V move to the front of the draft's rows: node `path[b, j]` to row
@@ -55,11 +71,21 @@ class Cache(Protocol):
             path: `[batch, max_depth + 1] int32`: kept nodes, root first, each a child of the one
                 before it, then -1. A row of -1 (absent request) keeps its length.
             accepted_lens: `[batch] int32`: accepted drafts; `context_lens` grows by this plus one.
+            lens: the new lengths, where the caller has read them: what lies behind is released.
         """
         ...
 
-    def truncate(self, lens: Tensor) -> None:
-        """Set `context_lens` to `lens`, `[batch] int32`, none of them above the present length."""
+    def truncate(self, lens: Tensor | Sequence[int]) -> None:
+        """Set `context_lens` to `lens`, none of them above the present length; host integers
+        release what lies behind."""
+        ...
+
+    def trim(self, bounds: Sequence[int]) -> None:
+        """Release what lies behind `bounds[b]` rows, where no length reaches."""
+        ...
+
+    def free(self, request: int) -> None:
+        """Empty a request that has ended."""
         ...
 
 
@@ -114,7 +140,8 @@ class Target(Protocol):
     ) -> TargetOutput:
         """Compute the logits at every node and write their K/V behind `cache.context_lens`.
 
-        Lengths are not changed: call `cache.keep` or forget the nodes. A failure leaves the cache
+        On a CPU the rows are reserved here; elsewhere the caller does so before. Lengths are not
+        changed: call `cache.keep` or forget the nodes. A failure leaves the cache
         as it was. A node whose K/V are NaN spoils itself and its descendants, nothing else.
 
         Args:
@@ -148,14 +175,31 @@ class ChainCache:
     def __init__(self, batch: int, *, device: torch.device | str) -> None:
         self.context_lens = torch.zeros(batch, dtype=torch.int32, device=device)
 
-    def keep(self, path: Tensor, accepted_lens: Tensor) -> None:
+    def extend(self, nodes: int) -> None:
+        """Do nothing: there is always room."""
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def keep(
+        self, path: Tensor, accepted_lens: Tensor, *, lens: Sequence[int] | None = None
+    ) -> None:
         """Advance by `accepted_lens + 1` where the request is present."""
         grown = self.context_lens + accepted_lens.to(torch.int32) + 1
         self.context_lens = torch.where(path[:, 0] >= 0, grown, self.context_lens)
 
-    def truncate(self, lens: Tensor) -> None:
+    def truncate(self, lens: Tensor | Sequence[int]) -> None:
         """Set the lengths, each to at most its present value."""
-        self.context_lens = torch.minimum(self.context_lens, lens.to(torch.int32))
+        most = torch.as_tensor(lens, dtype=torch.int32, device=self.context_lens.device)
+        self.context_lens = torch.minimum(self.context_lens, most)
+
+    def trim(self, bounds: Sequence[int]) -> None:
+        """Do nothing: there is nothing to release."""
+
+    def free(self, request: int) -> None:
+        """Set the length of a request to 0."""
+        self.context_lens = self.context_lens.clone()
+        self.context_lens[request] = 0
 
 
 class TreeCache(ChainCache):
@@ -173,14 +217,16 @@ class TreeCache(ChainCache):
         self.capacity = capacity
         self.holds_tree = False
 
-    def keep(self, path: Tensor, accepted_lens: Tensor) -> None:
+    def keep(
+        self, path: Tensor, accepted_lens: Tensor, *, lens: Sequence[int] | None = None
+    ) -> None:
         """Move the rows of the path together, then advance as on a chain."""
         if self.holds_tree:
             place = torch.arange(path.shape[1], device=path.device)
             first, is_kept = self.context_lens[:, None].long(), path >= 0
             source = torch.where(is_kept, first + path, -1)  # the last row is a bin
             self._move(source, torch.where(is_kept, first + place, -1))
-        super().keep(path, accepted_lens)
+        super().keep(path, accepted_lens, lens=lens)
 
     def _move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows `source [batch, depth + 1]` of every layer to rows `target`, read first."""

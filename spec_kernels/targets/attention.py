@@ -1,0 +1,235 @@
+"""The caches of targets, and how the nodes of a forward are written to them and attend to them.
+
+What is the same for every layer of a forward is found once, in `Nodes`; per layer it takes one
+`append_cache` and one `verify_attention`. No mask over the context exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from spec_kernels.nn import AttentionStep, ContiguousKVCache, KVShape, PagedKVCache
+from spec_kernels.ops import verify_attention
+from spec_kernels.targets.base import contain_faults
+from spec_kernels.tree import ancestor_mask, ancestor_words, depths
+
+BLOCK_SIZE: Final = 16
+
+KVCache = ContiguousKVCache | PagedKVCache
+
+
+def open_cache(
+    shapes: Sequence[KVShape],
+    batch: int,
+    capacity: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+) -> KVCache:
+    """Return an empty cache: paged on a GPU; on a CPU, which reads them faster, contiguous rows.
+
+    Args:
+        shapes: of every layer.
+        batch: requests.
+        capacity: most positions of a request.
+        dtype, device: of the rows.
+        block_size: rows per block, on any device; None = the default of the device.
+        num_blocks: blocks for all requests; None = enough.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> cache = open_cache([KVShape(1, 2, 2)], 1, 8, dtype=torch.float32, device=cpu)
+        >>> type(cache).__name__
+        'ContiguousKVCache'
+    """
+    if block_size is None and num_blocks is None and device.type == "cpu":
+        return ContiguousKVCache(shapes, batch, max_length=capacity, dtype=dtype, device=device)
+    return PagedKVCache(
+        shapes,
+        batch,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE if block_size is None else block_size,
+        max_length=capacity,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_room(cache: KVCache, num_nodes: Tensor, nodes: int, *, is_tree: bool) -> list[int] | None:
+    """Reserve rows for the nodes where reading costs nothing, on a CPU; return their counts there.
+
+    On a GPU the caller has reserved them, and nothing is read: None.
+
+    Raises:
+        OutOfBlocks: nothing changed.
+    """
+    cache.holds_tree = is_tree
+    if is_tree:
+        cache.extend(nodes)
+    if num_nodes.device.type != "cpu":
+        return None
+    cache.tell(cache.context_lens.tolist())
+    counts: list[int] = num_nodes.clamp(0, nodes).tolist()
+    cache.reserve(counts)
+    return counts
+
+
+class Nodes:
+    """The new nodes of a forward: where their K/V go, where they stand, what they see.
+
+    Args:
+        cache: with rows reserved for the nodes.
+        num_nodes: `[batch] int32`, nodes of each request.
+        nodes: width of the padded draft.
+        counts: num_nodes on the host, if known: then only real nodes are computed, request by
+            request. Without them all places of the draft are, `batch * (nodes - start)`.
+        parents: `[batch, nodes] int32`, or None: chains.
+        start: first node to compute; K/V of those before it are in place.
+        contained: keep NaN and inf in the K/V of a node from those that must not see it; not for a
+            prompt, all of which is seen by what follows.
+
+    Attributes:
+        row: `[batch, nodes] int32`, number of each new node among those computed; -1 elsewhere.
+        positions: `[tokens] int64` of the new nodes, 0 for padding.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        num_nodes: Tensor,
+        nodes: int,
+        counts: Sequence[int] | None = None,
+        *,
+        parents: Tensor | None = None,
+        start: int = 0,
+        contained: bool = True,
+    ) -> None:
+        self._cache, self._num_nodes, self._parents = cache, num_nodes, parents
+        self._contained = contained and nodes - start > 1
+        node = torch.arange(start, nodes, device=num_nodes.device).expand(cache.batch, -1)
+        is_real = node < num_nodes[:, None]
+        self._picked = None if counts is None else _real_places(counts, start, nodes, node.device)
+        tokens = node.numel() if self._picked is None else len(self._picked)
+        number = torch.arange(tokens, dtype=torch.int32, device=node.device)
+        if self._picked is not None:
+            number = torch.full_like(node.flatten(), -1, dtype=torch.int32).index_copy(
+                0, self._picked, number
+            )
+        row = torch.where(is_real, number.view(node.shape), -1)
+        self.row = pad(row, (start, 0), value=-1)
+        depth = node if parents is None else depths(parents, num_nodes)[:, start:].clamp(min=0)
+        context = cache.context_lens[:, None].long()
+        self.positions = self.pick(torch.where(is_real, context + depth, 0))
+        request = torch.arange(cache.batch, device=node.device)[:, None].expand_as(node)
+        self._request, self._node = self.pick(request), self.pick(node)
+        self._slots = self.pick(cache.slots(num_nodes, nodes, start=start))
+        self._set_step(nodes, start, tokens)
+        self._sees: Tensor | None = None
+
+    def pick(self, grid: Tensor) -> Tensor:
+        """Return the entries of the new nodes, `[tokens]`, from a grid `[batch, nodes - start]`."""
+        flat = grid.flatten()
+        return flat if self._picked is None else flat[self._picked]
+
+    def _set_step(self, nodes: int, start: int, tokens: int) -> None:
+        """Say where the queries are: of a tree that is extended, those before `start` count too."""
+        cache, parents, device = self._cache, self._parents, self._num_nodes.device
+        first = start if parents is None else 0
+        counts = (self._num_nodes.clamp(max=nodes) - first).clamp(min=0)
+        ends = pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        is_packed = self._picked is not None and first == start
+        queries = tokens if is_packed else cache.batch * (nodes - first)
+        index = torch.arange(nodes - first, device=device)
+        place = torch.where(index < counts[:, None], ends[:-1, None] + index, queries).long()
+        self._places = None if is_packed else self.pick(place[:, start - first :])
+        self._queries = queries if is_packed else queries + 1  # padding goes to the last one
+        words = depth = None
+        if parents is not None:
+            flat, grid = place.flatten(), ancestor_words(parents, self._num_nodes).flatten(0, 1)
+            words = grid.new_zeros(queries + 1, grid.shape[1]).index_copy(0, flat, grid)
+            below = depths(parents, self._num_nodes).flatten()
+            depth = below.new_zeros(queries + 1).index_copy(0, flat, below)
+            words, depth = words[: self._queries], depth[: self._queries]
+        context = cache.context_lens + first
+        self._step = AttentionStep(
+            context, ends, nodes - first, cache.block_table, words, depth, None
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write the K/V of a layer and attend from each new node to its context, its ancestors and
+        itself.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, qk_dim]`.
+            key, value: `[tokens, kv_heads, dim]`.
+            scale, window, softcap, sinks: as of `verify_attention`.
+
+        Returns:
+            `[tokens, heads, v_dim]`.
+        """
+        poison = None
+        if self._contained:
+            key, value, poison = contain_faults(key[None], value[None], self._see()[None])
+            key, value, poison = key[0], value[0], poison[0]
+        cache, step = self._cache, self._step
+        cache.append(layer, key, value, self._slots)
+        if self._places is not None:
+            blank = query.new_zeros(self._queries, *query.shape[1:])
+            query = blank.index_copy(0, self._places, query)
+        store = cache.values[layer]
+        assert store is not None
+        out, _ = verify_attention(
+            query,
+            cache.keys[layer],
+            store,
+            step.context_lens,
+            step.cu_seqlens_q,
+            step.max_seqlen_q,
+            block_table=step.block_table,
+            ancestors=step.ancestors,
+            depths=step.depths,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        out = out if self._places is None else out[self._places]
+        return out if poison is None else out + poison[:, None, None].to(out.dtype)
+
+    def _see(self) -> Tensor:
+        """Return which new nodes each one sees, `[tokens, tokens] bool`."""
+        if self._sees is None:
+            request, node = self._request, self._node
+            if self._parents is None:
+                inside = node <= node[:, None]
+            else:
+                mask = ancestor_mask(self._parents, self._num_nodes)
+                inside = mask[request[:, None], node[:, None], node]
+            self._sees = inside & (request == request[:, None])
+        return self._sees
+
+
+def _real_places(counts: Sequence[int], start: int, nodes: int, device: torch.device) -> Tensor:
+    """Return where the new nodes are in the grid `[batch, nodes - start]`, flat."""
+    width = nodes - start
+    places = [b * width + i for b, count in enumerate(counts) for i in range(count - start)]
+    return torch.tensor(places, dtype=torch.int64, device=device)
