@@ -245,15 +245,14 @@ def find_visible(rows, cache, start, sizes, FORM: tl.constexpr):
 
 
 @triton.jit
-def cap_scores(scores, sizes, PRECISE: tl.constexpr):
+def cap_scores(scores, sizes):
     """`softcap * tanh(scores * scale / softcap)` in units of log2."""
     x = scores * (sizes.scale / (sizes.softcap * LOG2E))
+    square = x * x
     tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
-    if PRECISE:  # the difference loses digits near 0
-        square = x * x
-        series = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-        tanh = tl.where(square < 0.04, series, tanh)
-    return tanh * (sizes.softcap * LOG2E)
+    # the difference loses digits near 0
+    series = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(square < 0.04, series, tanh) * (sizes.softcap * LOG2E)
 
 
 @triton.jit
@@ -287,10 +286,7 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     if FORM.token_scales:
         place = block * strides.key_scale_block + slot * strides.key_scale_slot
         scores = scores * load_scales(cache.key_scale_ptr, place, ok, MASKED)[None, :]
-    if FORM.has_softcap:
-        scores = cap_scores(scores, sizes, dtype == tl.float32)
-    else:
-        scores = scores * sizes.scale
+    scores = cap_scores(scores, sizes) if FORM.has_softcap else scores * sizes.scale
     if MASKED:
         visible = find_visible(rows, cache, start, sizes, FORM)
         scores = tl.where(visible, scores, NEG_INF)
