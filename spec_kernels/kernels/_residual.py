@@ -153,11 +153,8 @@ def residual_at(inputs, laws, request, node, end, log2_a, sizes, SOURCE: tl.cons
 
 
 @triton.jit
-def weigh_draft(
-    inputs, first, place, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOFF: tl.constexpr
-):  # fmt: skip
-    """q of the ids `first + place`, without its factor."""
-    ids = first + place
+def weigh_draft(inputs, ids, rows, one_hot, sizes, FULL: tl.constexpr, HAS_CUTOFF: tl.constexpr):
+    """q of some ids, without its factor."""
     IS_LAW: tl.constexpr = inputs.draft_law is not None
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     if inputs.draft_column is not None:
@@ -181,8 +178,7 @@ def weigh_draft(
 @triton.jit
 def weigh_ids(
     inputs,
-    first,
-    place,
+    ids,
     rows,
     one_hot,
     sizes,
@@ -191,8 +187,7 @@ def weigh_ids(
     FULL: tl.constexpr,  # all ids lie inside both rows
     HAS_CUTOFF: tl.constexpr,
 ):
-    """`a p` of the ids `first + place` and its residual, both without the factor of p."""
-    ids = first + place
+    """`a p` of some ids and its residual, both without the factor of p."""
     IS_LAW: tl.constexpr = SOURCE != "probabilities"
     OTHER: tl.constexpr = NEG_INF if IS_LAW else 0.0
     if FULL:
@@ -201,7 +196,7 @@ def weigh_ids(
         x = tl.load(rows.p_row + ids * sizes.stride_col, mask=ids < sizes.vocab, other=OTHER)
     p = weigh(x.to(tl.float32), rows.p, IS_LAW, HAS_CUTOFF)
     if HAS_Q:
-        q = weigh_draft(inputs, first, place, rows, one_hot, sizes, FULL, HAS_CUTOFF)
+        q = weigh_draft(inputs, ids, rows, one_hot, sizes, FULL, HAS_CUTOFF)
         return p, tl.maximum(tl.fma(q, -rows.ratio, p), 0.0)
     else:
         return p, tl.where(ids == one_hot, 0.0, p)
@@ -223,20 +218,18 @@ def sum_weights(
         plain = 0.0
         residual = 0.0
         for start in range(0, TILE, PART * SHAPE[1] * SHAPE[2]):
-            place = start + tile_offsets(PART, SHAPE[1], SHAPE[2])
-            p, r = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, True, False, True)
+            ids = first + start + tile_offsets(PART, SHAPE[1], SHAPE[2])
+            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, True, False, True)
             plain += sum_tile(p)
             residual += sum_tile(r)
     else:
-        place = tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+        ids = first + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
         width = tl.minimum(sizes.vocab, sizes.draft_vocab) if HAS_Q else sizes.vocab
         if first + TILE <= width:
-            p, r = weigh_ids(
-                inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF
-            )
+            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, HAS_CUTOFF)
             plain, residual = sum_tile(p), sum_tile(r)
         else:
-            p, r = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+            p, r = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
             plain, residual = sum_tile(p), sum_tile(r)
     return plain * rows.p.factor, residual * rows.p.factor
 
@@ -299,7 +292,7 @@ def sum_runs(
     """Residuals of LANES runs of neighbouring ids; unmasked where they lie inside both rows, and
     without cutoffs unless the law of p comes from a search."""
     CUT: tl.constexpr = SOURCE == "slots" or SOURCE == "rows"
-    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    ids = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     width = tl.minimum(sizes.vocab, sizes.draft_vocab) if HAS_Q else sizes.vocab
     is_plain = first + LANES * EACH <= width
     if not CUT:
@@ -307,10 +300,10 @@ def sum_runs(
         if HAS_Q:
             is_plain = is_plain & (rows.q.cutoff == NEG_INF)
     if is_plain & (inputs.draft_column is None):
-        _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, True, CUT)
+        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, True, CUT)
         runs = tl.sum(w, 1)
     else:
-        _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
         runs = tl.sum(w, 1)
     return runs
 
@@ -330,16 +323,16 @@ def draw_id(
     EACH: tl.constexpr = SHAPE[0] * SHAPE[2] if IS_WIDE else RUN
     SPANS: tl.constexpr = SHAPE[0] * SHAPE[2] // EACH
     if SPANS > 1:
-        place = tile_offsets(SPANS, EACH, LANES)
-        _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+        ids = first + tile_offsets(SPANS, EACH, LANES)
+        _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
         place, fraction = find(tl.sum(tl.sum(w, 1), 1), fraction)
         first += place * (LANES * EACH)
     runs = sum_runs(inputs, first, rows, one_hot, sizes, SOURCE, HAS_Q, LANES, EACH)
     runs = tl.gather(runs, tl.arange(0, LANES), 0)  # one each: WIDTH lanes held the same ones
     place, fraction = find(runs, fraction)
     first += place * EACH
-    place = tl.arange(0, EACH)
-    _, w = weigh_ids(inputs, first, place, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
+    ids = first + tl.arange(0, EACH)
+    _, w = weigh_ids(inputs, ids, rows, one_hot, sizes, SOURCE, HAS_Q, False, True)
     place, _ = find(w, fraction)
     return first + place
 
@@ -362,11 +355,8 @@ def choose_masses(
         one_hot = tl.full((), NOWHERE, tl.int64)
         if has_q:
             tile = (rows.child // TILE).to(tl.int32)
-            first = tile * TILE
-            place = tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
-            _, w = weigh_ids(
-                inputs, first, place, rows, rows.child, sizes, SOURCE, False, False, True
-            )
+            ids = tile * TILE + tile_offsets(SHAPE[0], SHAPE[1], SHAPE[2])
+            _, w = weigh_ids(inputs, ids, rows, rows.child, sizes, SOURCE, False, False, True)
             rest = (sum_tile(w) * rows.p.factor).to(tl.float64)
             without = tl.where(tl.arange(0, TILES) == tile, rest, plain)
             if tl.sum(without, 0) > 0.0:

@@ -130,7 +130,7 @@ def weigh_pair(
         x = tl.load(at.p_row + ids * sizes.stride_col, mask=ids < sizes.vocab, other=OTHER)
     p = weigh(x.to(tl.float32), at.p, IS_LAW, HAS_CUTOFF)
     if HAS_Q:
-        return p, weigh_draft(inputs, 0, ids, at, at.one_hot, sizes, FULL, HAS_CUTOFF)
+        return p, weigh_draft(inputs, ids, at, at.one_hot, sizes, FULL, HAS_CUTOFF)
     else:
         return tl.where(ids == at.one_hot, 0.0, p), tl.zeros_like(p)
 

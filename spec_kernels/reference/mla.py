@@ -48,8 +48,9 @@ def verify_attention_mla(
     Example:
         >>> c = torch.ones(1, 2, 3)
         >>> lens, cu = torch.tensor([1]), torch.tensor([0, 1])
-        >>> verify_attention_mla(c[:, :1, :2], c[:, :1, :1], c, lens, cu, 1, scale=1.0)[0]
-        tensor([[[1., 1.]]], dtype=torch.float64)
+        >>> out, _ = verify_attention_mla(c[:, :1, :2], c[:, :1, :1], c, lens, cu, 1, scale=1.0)
+        >>> out.round(decimals=6).tolist()
+        [[[1.0, 1.0]]]
     """
     if cache_scale is not None and cache_scale.dim() == 2:
         cache_scale = cache_scale.unsqueeze(2)

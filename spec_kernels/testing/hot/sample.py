@@ -42,7 +42,7 @@ CALLS: Final = tuple(
         f"{shape}-noise" if noise else shape,
         partial(make_sample, shape, noise),
         launches=2,
-        paths={"mass_kernel": tile_path, "race_kernel": _race_path},
+        paths={"race_kernel": _race_path} if noise else {"mass_kernel": tile_path},
         counts=_counts(shape),
     )
     for shape, noise in [
