@@ -168,7 +168,7 @@ def test_cousins_that_share_noise_are_caught(shares: bool, monkeypatch: pytest.M
         return coins
 
     if shares:
-        monkeypatch.setattr("spec_kernels.proposers.draft_model.draft_coins", shared)
+        monkeypatch.setattr("spec_kernels.proposers.levels.draft_coins", shared)
     target = torch.tensor([[0.64, 0.36], [0.94, 0.06]]).log()
     draft = torch.tensor([[0.33, 0.67], [0.53, 0.47]]).log()
     proposer = DraftModelProposer(TableTarget(draft), tree=[2, 1])

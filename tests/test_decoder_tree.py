@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.proposers import BestFirst, DecodingState, DraftModelProposer, NgramProposer
-from spec_kernels.proposers.draft_model import CHILDREN
+from spec_kernels.proposers.levels import CHILDREN
 from spec_kernels.stats import AcceptanceMatrix, DecoderStats
 from spec_kernels.targets import TableTarget
 from spec_kernels.tree import optimal_tree, pack_parents

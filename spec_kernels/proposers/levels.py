@@ -1,0 +1,353 @@
+"""Grow drafts level by level from rows of logits: what all proposers with laws share.
+
+    root -> children of the root -> children of these -> ...
+
+At each level every node that has children gets a law, from a row of logits of its own or from one
+that all nodes of the level share, and its children are chosen from that law. Every drawn token is
+handed over with the row and the law it was really drawn from, and drawn with the coin of its parent
+node and its rank: cousins share no coin.
+
+The logits may have columns of their own (`draft_to_target`): drafts are ids of the target always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spec_kernels._check import require
+from spec_kernels.ops import draft_coins, row_law, sample
+from spec_kernels.proposers.base import DecodingState
+from spec_kernels.proposers.best_first import BestFirst, Growth
+from spec_kernels.proposers.template import TreeTemplate
+from spec_kernels.tree import top_children
+from spec_kernels.types import (
+    GREEDY_TEMPERATURE,
+    OK,
+    PAD_TOKEN,
+    Draft,
+    Law,
+    SamplingParams,
+    invert_id_map,
+)
+
+CHILDREN: Final = ("sampled", "replacement", "fixed", "mixed")
+
+Tree = TreeTemplate | BestFirst | None
+
+Feed = Callable[[Tensor, Tensor | None, int, list[int], Tensor], Tensor]
+"""Take in the nodes from `start` on and return the logits behind some of them:
+`feed(tokens [batch, nodes] i64, parents [batch, nodes] i32 or None, start, nodes, is_wanted
+[batch])` gives `[batch, len(nodes), vocab]`, or `[batch, 1, vocab]` where all share a row."""
+
+
+class Growing:
+    """How drafts are grown: the options of a proposer that a level is drawn by.
+
+    Args:
+        tree: children of each node by depth, or parents (`TreeTemplate.make`), or `BestFirst`, or
+            None: a chain.
+        children: one of `CHILDREN`; `BestFirst` takes the most likely ones whatever it says.
+        temperature: of the drafts of sampling requests; None = each request's own.
+        draft_to_target: `[draft_vocab] int64`, id of each column of the logits; None = the columns
+            are the target's ids.
+        depth: deepest node that the proposer has laws for; None = any.
+
+    Raises:
+        ValueError: the temperature is out of range, the tree is none or too deep, or children is
+            unknown.
+    """
+
+    def __init__(
+        self,
+        tree: Sequence[int] | BestFirst | None = None,
+        children: str = "sampled",
+        temperature: float | None = None,
+        draft_to_target: Tensor | None = None,
+        depth: int | None = None,
+    ) -> None:
+        if temperature is not None:
+            SamplingParams.make(temperature)
+        require(
+            children in CHILDREN,
+            f"children must be one of {', '.join(CHILDREN)}, got {children!r}",
+        )
+        self.tree: Tree = TreeTemplate.make(tree) if isinstance(tree, Sequence) else tree
+        if isinstance(self.tree, TreeTemplate) and depth is not None:
+            deepest = self.tree.depth
+            require(deepest <= depth, f"tree must be at most {depth} deep, got {deepest}")
+        self.children = "fixed" if isinstance(tree, BestFirst) else children
+        self.replacement = self.children == "replacement"
+        self.temperature, self.depth = temperature, depth
+        self.draft_to_target = draft_to_target
+
+
+class _Children(NamedTuple):
+    """The children of some nodes: `tokens [batch, parents, k] int64`, and which were drawn."""
+
+    tokens: Tensor
+    is_drawn: Tensor
+
+
+class _Level(NamedTuple):
+    """The rows of a level, and which of them belongs to each node with children.
+
+    Attributes:
+        logits: `[rows, columns]`.
+        law: of these rows.
+        row: `[batch, parents] int64`.
+    """
+
+    logits: Tensor
+    law: Law
+    row: Tensor
+
+
+class Grower:
+    """Grows the drafts of one batch.
+
+    Attributes:
+        places: `[batch, nodes]`: number of each node of the last draft among those that were fed;
+            -1 = it was not. None = the nodes were fed as they are.
+    """
+
+    def __init__(self, growing: Growing, state: DecodingState) -> None:
+        self._tree, self._kind, self._depth = growing.tree, growing.children, growing.depth
+        self._params = _draft_params(state.params, growing.temperature)
+        self._is_greedy = self._params.temperature < GREEDY_TEMPERATURE
+        self._has_greedy = bool(self._is_greedy.any())
+        self._is_fixed = state.rule == "coupled" or self._kind == "fixed"
+        self._ids = growing.draft_to_target
+        if self._ids is not None:
+            invert_id_map(self._ids, state.vocab_size)  # refuses ids that the target lacks
+        self.places: Tensor | None = None
+
+    def grow(
+        self,
+        state: DecodingState,
+        roots: Tensor,
+        logits: Tensor,
+        limits: Tensor,
+        gamma: int,
+        feed: Feed,
+    ) -> Draft:
+        """Grow a draft behind each root.
+
+        Args:
+            state: the batch.
+            roots: `[batch, 1] int64`; `PAD_TOKEN` = absent.
+            logits: `[batch, 1, vocab]`, behind the roots.
+            limits: `[batch] int32`, deepest draft of each request.
+            gamma: the deepest level, on the host.
+            feed: see `Feed`.
+        """
+        gamma = gamma if self._depth is None else min(gamma, self._depth)
+        if isinstance(self._tree, BestFirst):
+            return self._grow_best(state, roots, logits, limits, gamma, feed)
+        return self._grow_template(state, roots, logits, limits, gamma, feed)
+
+    def _grow_template(
+        self,
+        state: DecodingState,
+        tokens: Tensor,
+        logits: Tensor,
+        limits: Tensor,
+        gamma: int,
+        feed: Feed,
+    ) -> Draft:
+        is_chain = not isinstance(self._tree, TreeTemplate)
+        template = TreeTemplate.make([1] * gamma) if is_chain else self._tree
+        assert isinstance(template, TreeTemplate)
+        depth, self.places, parents = min(gamma, template.depth), None, None
+        if not is_chain:
+            shape = torch.tensor(template.parents, dtype=torch.int32, device=tokens.device)
+            parents = shape.repeat(len(tokens), 1)
+        coins = draft_coins(
+            state.seeds, state.root_positions, len(template.parents), max(template.num_children)
+        )
+        rows = torch.full_like(tokens, -1, dtype=torch.int32)
+        levels: list[_Level] = []
+        for depth_now in range(depth):
+            nodes = template.inner(depth_now)
+            is_wanted = (limits[:, None] > depth_now) & (tokens[:, nodes] != PAD_TOKEN)
+            level = self._laws(state, logits, tokens, parents, nodes, is_wanted)
+            counts = [template.num_children[node] for node in nodes]
+            found = self._choose(state, level, coins[:, nodes], counts, depth_now)
+            first = sum(len(one.logits) for one in levels)
+            tokens, rows = _append(template, depth_now, tokens, rows, found, level.row + first)
+            levels.append(level)
+            if depth_now + 1 < depth:
+                start, stop = template.levels[depth_now + 1]
+                known = None if parents is None else parents[:, :stop]
+                inner = template.inner(depth_now + 1)
+                logits = feed(tokens, known, start, inner, limits > depth_now + 1)
+        return self._draft(tokens, parents, rows, levels)
+
+    def _grow_best(
+        self,
+        state: DecodingState,
+        roots: Tensor,
+        logits: Tensor,
+        limits: Tensor,
+        gamma: int,
+        feed: Feed,
+    ) -> Draft:
+        """Expand the likeliest nodes level by level, then keep the likeliest of all."""
+        assert isinstance(self._tree, BestFirst)
+        growth, k = Growth(self._tree, roots), self._tree.children
+        depth = min(gamma, self._tree.depth)
+        for depth_now in range(depth):
+            nodes = list(range(*growth.level))
+            is_wanted = (limits[:, None] > depth_now) & (growth.tokens[:, nodes] != PAD_TOKEN)
+            shown = (growth.tokens, growth.parents)
+            level = self._laws(state, logits, *shown, nodes, is_wanted)
+            best = self._best(level, k)
+            scale = torch.where(level.law.inv_temperature > 0.0, level.law.inv_temperature, 1.0)
+            surprise = (level.logits.float() * scale[:, None]).log_softmax(1)
+            score = surprise.gather(1, best.clamp(min=0))
+            best = torch.where(
+                is_wanted[..., None], self._to_target(state, best)[level.row], PAD_TOKEN
+            )
+            growth.add(best, score[level.row])
+            if depth_now + 1 < depth:
+                growth.expand()
+                nodes = list(range(*growth.level))
+                shown = (growth.tokens, growth.parents)
+                logits = feed(*shown, nodes[0], nodes, limits > depth_now + 1)
+        draft, self.places = growth.finish()
+        return draft
+
+    def _laws(
+        self,
+        state: DecodingState,
+        logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor | None,
+        nodes: list[int],
+        is_wanted: Tensor,
+    ) -> _Level:
+        """Apply the requests' adjustments and filters to `logits [batch, nodes or 1, vocab]`; the
+        rows of nodes that want no children are invalid."""
+        batch, device = len(tokens), logits.device
+        if state.adjust_ is not None:  # the tokens on the way to a node count: no two are alike
+            logits = logits.expand(-1, len(nodes), -1)
+        rows = logits.shape[1]
+        flat = logits.flatten(0, 1)
+        if rows < len(nodes):
+            is_wanted = is_wanted.any(1, keepdim=True)
+        request = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+        owner = torch.where(is_wanted, request, -1).flatten()
+        if self._ids is None:
+            flat = flat[:, : state.vocab_size]  # a wider model's padding is never drawn
+        elif state.adjust_ is not None or state.rule == "coupled":
+            narrow, flat = flat, flat.new_full((len(flat), state.vocab_size), float("-inf"))
+            flat[:, self._ids] = narrow
+        if state.adjust_ is not None:
+            node = torch.tensor(nodes, dtype=torch.int32, device=device).repeat(batch)
+            known = None if parents is None else parents[:, : tokens.shape[1]]
+            state.adjust_(flat, owner, tokens, node, known)
+            if self._ids is not None and state.rule != "coupled":
+                flat = flat[:, self._ids]
+        place = torch.arange(rows, device=device).expand(len(nodes))
+        return _Level(flat, row_law(flat, self._params, owner), request.long() * rows + place)
+
+    def _choose(
+        self, state: DecodingState, level: _Level, coins: Tensor, counts: list[int], depth: int
+    ) -> _Children:
+        """Choose the children of nodes at one depth; `counts` of each, of which the most are k."""
+        batch, k = coins.shape[0], max(counts)
+        kind = self._kind if k > 1 or self._kind == "fixed" else "sampled"
+        is_drawn = torch.ones(batch, len(counts), k, dtype=torch.bool, device=coins.device)
+        best = None
+        if kind in ("fixed", "mixed") or (self._has_greedy and k > 1):
+            best = self._best(level, k)[level.row]
+        if kind == "fixed":
+            assert best is not None
+            return _Children(self._to_target(state, best), ~is_drawn)
+        flat_coins = coins[..., :k].flatten(0, 1)
+        row = level.row.flatten()
+        is_shared = len(level.logits) < len(row)
+        logits = level.logits[row] if is_shared else level.logits
+        law = Law(*(column[row] for column in level.law)) if is_shared else level.law
+        if state.rule == "coupled":
+            seeds = state.seeds.repeat_interleave(len(counts))
+            places = (state.root_positions + depth + 1).repeat_interleave(len(counts))
+            tokens = sample(logits, law, noise=(seeds, places), k=k)
+        elif kind == "mixed":
+            assert best is not None
+            limit = torch.tensor(counts, device=logits.device).repeat(batch)[:, None] - 1
+            place = torch.arange(k - 1, device=logits.device)
+            others = torch.where(place < limit, best.flatten(0, 1)[:, : k - 1], PAD_TOKEN)
+            drawn = sample(logits, law, coins=flat_coins[:, 0], excluded=others)
+            tokens = torch.cat([drawn, others], 1)
+            is_drawn[:, :, 1:] = False
+        else:
+            uniform = flat_coins if k > 1 else flat_coins[:, 0]
+            tokens = sample(logits, law, coins=uniform, k=k, replacement=kind == "replacement")
+        tokens = tokens.view(is_drawn.shape)
+        if best is not None and self._has_greedy and k > 1:
+            is_greedy = self._is_greedy[:, None, None]
+            tokens = torch.where(is_greedy, best, tokens)
+            is_drawn &= ~is_greedy
+        return _Children(self._to_target(state, tokens), is_drawn)
+
+    def _best(self, level: _Level, k: int) -> Tensor:
+        """Return the k likeliest columns of each row, `[rows, k]`; `PAD_TOKEN` in invalid ones."""
+        is_valid = level.law.status[:, None] == OK
+        return torch.where(is_valid, top_children(level.logits, k), PAD_TOKEN)
+
+    def _to_target(self, state: DecodingState, columns: Tensor) -> Tensor:
+        """Turn columns of the logits into ids of the target."""
+        if self._ids is None or state.rule == "coupled":
+            return columns
+        return torch.where(columns >= 0, self._ids[columns.clamp(min=0)], columns)
+
+    def _draft(
+        self, tokens: Tensor, parents: Tensor | None, rows: Tensor, levels: Sequence[_Level]
+    ) -> Draft:
+        """Put the draft together; `match` and fixed drafts need no laws."""
+        num_nodes = num_nodes_of(tokens)
+        parents = None if parents is None else parents[:, : tokens.shape[1]]
+        if self._is_fixed:
+            return Draft(tokens, num_nodes, parents)
+        law = Law(*map(torch.cat, zip(*(level.law for level in levels), strict=True)))
+        logits = torch.cat([level.logits for level in levels])
+        return Draft(tokens, num_nodes, parents, logits, law, rows)
+
+
+def _append(
+    template: TreeTemplate,
+    depth: int,
+    tokens: Tensor,
+    rows: Tensor,
+    found: _Children,
+    row: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Append the children of a level to tokens and rows; `row [batch, parents]` of their laws. What
+    hangs on padding is padding."""
+    inner = template.inner(depth)
+    place = {node: index for index, node in enumerate(inner)}
+    new = range(*template.levels[depth + 1])
+    above = [place[template.parents[node]] for node in new]
+    parent = torch.tensor(above, device=tokens.device)
+    rank = torch.tensor([template.ranks[node] for node in new], device=tokens.device)
+    is_there = (tokens[:, inner] != PAD_TOKEN)[:, parent]
+    children = torch.where(is_there, found.tokens[:, parent, rank], PAD_TOKEN)
+    drawn = torch.where(found.is_drawn[:, parent, rank], row[:, parent], -1)
+    return torch.cat([tokens, children], 1), torch.cat([rows, drawn.to(torch.int32)], 1)
+
+
+def num_nodes_of(tokens: Tensor) -> Tensor:
+    """Return the place behind the last token of each request, `[batch] int32`."""
+    place = torch.arange(1, tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
+    return torch.where(tokens != PAD_TOKEN, place, 0).amax(1)
+
+
+def _draft_params(params: SamplingParams, temperature: float | None) -> SamplingParams:
+    if temperature is None:
+        return params
+    is_greedy = params.temperature < GREEDY_TEMPERATURE
+    return params._replace(temperature=torch.where(is_greedy, params.temperature, temperature))
