@@ -47,9 +47,13 @@ def tile_stats(values: Tensor, row_max: float, inv_temperature: float, out: Tens
         >>> tile_stats(values, 1.0, 0.5, out), out
         (2.0, tensor([1., 1.]))
     """
+    return math.fsum(tile_sums(_exponentials(values, row_max, inv_temperature, out)))
+
+
+def _exponentials(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> Tensor:
+    """Write the weights of every id to `out`, and return it."""
     torch.sub(values, row_max, out=out)
-    out.mul_(inv_temperature * LOG2_E).exp2_()
-    return math.fsum(tile_sums(out))
+    return out.mul_(inv_temperature * LOG2_E).exp2_()
 
 
 def _top_p_cutoff(
@@ -167,7 +171,7 @@ class RowReader:
         if law.cutoff > -math.inf:
             return self._filtered(self._values(row), law.cutoff, law.row_max, law.inv_temperature)
         if self._weighed != (row, law.inv_temperature):
-            tile_stats(self._values(row), law.row_max, law.inv_temperature, self._buffer)
+            _exponentials(self._values(row), law.row_max, law.inv_temperature, self._buffer)
             self._weighed = (row, law.inv_temperature)
         return Weights(None, self._buffer)
 
@@ -217,11 +221,11 @@ class RowReader:
         ids = ids_from(values, group_maxima(values), cutoff)
         if ids is not None:
             mass = torch.empty(ids.numel(), device=values.device)
-            tile_stats(values[ids], row_max, inv_temperature, mass)
+            _exponentials(values[ids], row_max, inv_temperature, mass)
             return Weights(ids, mass)
         self._weighed = None
         kept = torch.threshold_(self._buffer.copy_(values), float32_below(cutoff), -math.inf)
-        tile_stats(kept, row_max, inv_temperature, self._buffer)
+        _exponentials(kept, row_max, inv_temperature, self._buffer)
         return Weights(None, self._buffer)
 
     def _compute(self, row: int, request: int) -> RowLaw:
@@ -229,10 +233,10 @@ class RowReader:
         if not 0 <= request < len(self._params) or not self._params[request].is_in_range():
             return INVALID
         params, values = self._params[request], self._values(row)
-        row_max = float(values.amax())  # NaN if any logit is
+        argmax = first_argmax(values)  # of a NaN if there is one
+        row_max = float(values[argmax])
         if not math.isfinite(row_max):
             return INVALID
-        argmax = first_argmax(values)
         if params.is_greedy():
             return RowLaw(0.0, row_max, row_max, 0.0, argmax, OK)
         inv_temperature = params.inv_temperature
