@@ -1,28 +1,31 @@
-"""Acceptance of chains on a CPU: ours, softmax + multinomial as peers write it, and native floors.
+"""Acceptance of chains: ours, softmax + multinomial as peers write it, and native floors.
 
     python -m benchmarks.bench_accept
 
-Drafts are drawn from laws at the given total variation from the target's. Every variant is checked
-against the float64 reference (same coins, or for the peer the same accepted lengths in law)
-before it is timed. "read" is a plain read of all the logits, the roof of every row.
+Drafts are drawn from laws at 0.3 total variation from the target's. Every variant is checked
+against the float64 reference (same coins, or for the peers the same accepted lengths) before it is
+timed. "read" is a plain read of all the logits, the roof of every row.
 
 Last line of stdout: one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks import harness, native
-from spec_kernels import ops, reference
+from benchmarks.workloads import WORKLOADS, Workload
+from spec_kernels import eager, ops, reference
 from spec_kernels.types import Draft, SamplingParams
 
 TEMPERATURE = 0.7
+VARIATION = 0.3
+METRIC = "seconds of one call"
 
 
 class Problem(NamedTuple):
@@ -33,6 +36,10 @@ class Problem(NamedTuple):
     tokens: Tensor  # [batch, gamma] int64, drawn from the draft's law
     accept_coins: Tensor  # [batch, gamma + 1] float64
     final_coins: Tensor  # [batch] float64
+
+    def to(self, device: str) -> Problem:
+        """Return a copy on a device."""
+        return Problem(*(t.to(device) for t in self))
 
 
 def make_problem(batch: int, gamma: int, vocab: int, variation: float, seed: int = 0) -> Problem:
@@ -48,19 +55,23 @@ def make_problem(batch: int, gamma: int, vocab: int, variation: float, seed: int
     return Problem(target, draft, tokens, coins[:, :-1].contiguous(), coins[:, -1].contiguous())
 
 
-def ours(problem: Problem, rule: str, accept: Callable[..., Any] = ops.accept) -> Callable[[], Any]:
+def ours(
+    problem: Problem, rule: str, accept: Callable[..., Any] = ops.accept
+) -> Callable[[], Tensor]:
     """Return a call of our op: raw logits in, tokens out."""
     batch, gamma = problem.tokens.shape
-    params = SamplingParams.make(TEMPERATURE, batch=batch)
-    rows = torch.arange(batch * (gamma + 1), dtype=torch.int32).view(batch, gamma + 1)
-    draft_rows = torch.full((batch, gamma + 1), -1, dtype=torch.int32)
-    draft_rows[:, 1:] = torch.arange(batch * gamma, dtype=torch.int32).view(batch, gamma)
+    device = problem.target.device
+    params = SamplingParams.make(TEMPERATURE, batch=batch, device=device)
+    rows = torch.arange(batch * (gamma + 1), dtype=torch.int32, device=device)
+    rows = rows.view(batch, gamma + 1)
+    own = torch.arange(batch * gamma, dtype=torch.int32, device=device).view(batch, gamma)
     logits = problem.draft.flatten(0, 1)
-    draft_request = torch.arange(batch, dtype=torch.int32).repeat_interleave(gamma)
-    law = ops.row_law(logits, params, draft_request)  # known since the drafts were drawn
-    tokens = torch.cat([torch.zeros(batch, 1, dtype=torch.int64), problem.tokens], 1)
-    draft = Draft(tokens, torch.full((batch,), gamma + 1, dtype=torch.int32), None, logits, law)
-    draft = draft._replace(row=draft_rows)
+    # known since the drafts were drawn
+    law = ops.row_law(logits, params, (own // gamma).flatten() if gamma else own.flatten())
+    root = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    count = torch.full((batch,), gamma + 1, dtype=torch.int32, device=device)
+    draft = Draft(torch.cat([root, problem.tokens], 1), count, None, logits, law)
+    draft = draft._replace(row=torch.cat([root.int() - 1, own], 1))
 
     def call() -> Tensor:
         result = accept(
@@ -79,102 +90,119 @@ def ours(problem: Problem, rule: str, accept: Callable[..., Any] = ops.accept) -
     return call
 
 
-def softmax_multinomial(problem: Problem) -> Callable[[], Tensor]:
-    """Return a call of the token rule as it is commonly written: whole probability tensors."""
-    gamma = problem.draft.shape[1]
+def accept_softmax(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> Tensor:
+    """Verify by the token rule as it is commonly written: whole probability tensors."""
+    gamma = draft.shape[1]
+    p = (target / TEMPERATURE).softmax(-1)
+    q = (draft / TEMPERATURE).softmax(-1)
+    chosen = tokens[..., None]
+    ratio = p[:, :gamma].gather(-1, chosen)[..., 0] / q.gather(-1, chosen)[..., 0]
+    accepted = (coins[:, 1:] < ratio).long().cumprod(1).sum(1)
+    own = torch.arange(len(accepted), device=target.device)
+    rejected = (accepted < gamma).float()[:, None]
+    residual = p[own, accepted] - rejected * q[own, accepted.clamp(max=gamma - 1)]
+    last = torch.multinomial(residual.clamp(min=0.0), 1)
+    return _finish(tokens, accepted, last)
+
+
+def assisted(problem: Problem) -> Any:
+    """Return a call of what transformers' assisted generation verifies with, for each request by
+    itself, since it has batch 1; our coins stand in the place of its own."""
+    try:
+        from transformers.generation.utils import _speculative_sampling as verify
+    except ImportError as error:
+        return str(error)
+    target, draft, tokens, coins = problem[:4]
+    gamma = tokens.shape[1]
 
     def call() -> Tensor:
-        p = (problem.target / TEMPERATURE).softmax(-1)
-        q = (problem.draft / TEMPERATURE).softmax(-1)
-        chosen = problem.tokens[..., None]
-        ratio = p[:, :gamma].gather(-1, chosen)[..., 0] / q.gather(-1, chosen)[..., 0]
-        accepted = (problem.accept_coins[:, 1:] < ratio).long().cumprod(1).sum(1)
-        own = torch.arange(len(accepted))
-        residual = p[own, accepted]
-        rejected = accepted < gamma
-        residual[rejected] -= q[own[rejected], accepted[rejected]]
-        last = torch.multinomial(residual.clamp(min=0.0), 1)
-        place = torch.arange(gamma + 1)
-        out = torch.cat([problem.tokens, last], 1)
-        out = torch.where(place == accepted[:, None], last, out)
-        return torch.where(place <= accepted[:, None], out, -1)
+        numbers, out = iter(coins[:, 1:]), torch.full((len(tokens), gamma + 1), -1)
+        with mock.patch.object(torch, "rand_like", lambda like: next(numbers).to(like)):
+            for b, own in enumerate(tokens.split(1)):
+                p, q = target[b : b + 1] / TEMPERATURE, draft[b : b + 1] / TEMPERATURE
+                kept, _ = verify(own, q, gamma, p)
+                out[b, : kept.shape[1]] = kept[0]
+        return out.to(tokens.device)
 
     return call
 
 
-def check(problem: Problem, variants: dict[str, Callable[[], Tensor]]) -> None:
+def _finish(tokens: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
+    """Return accepted drafts, the last token, then -1."""
+    place = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+    out = torch.where(place == accepted[:, None], last, torch.cat([tokens, last], 1))
+    return torch.where(place <= accepted[:, None], out, -1)
+
+
+def softmax_multinomial(problem: Problem) -> Callable[[], Tensor]:
+    """Return a call of the peer."""
+    return lambda: accept_softmax(*problem[:4])
+
+
+def check(problem: Problem, variants: dict[str, Any]) -> None:
     """Raise AssertionError unless every variant accepts as the reference does, and ours and the
     floors draw its tokens. (float32 sums move the boundary between two ids of a wide vocabulary:
     one draw in a hundred may fall on its other side.)"""
     for rule in ("token", "block"):
         expected = ours(problem, rule, reference.accept)()
         for name, call in variants.items():
-            if rule not in name:
+            if rule not in name or isinstance(call, str):
                 continue
             found = call()
             same = (found >= 0) == (expected >= 0)
             assert same.all(), f"{name}: other lengths than the reference"
-            if "multinomial" not in name:
+            if name.startswith(("ours", "eager", "native", rule)):
                 other = int((found != expected).any(1).sum())
                 assert other <= 1 + len(found) // 100, f"{name}: {other} other tokens"
 
 
-def measure(batch: int, gamma: int, vocab: int, repeats: int, floors: native.Floors) -> Any:
-    """Return the row of one batch size."""
-    problem = make_problem(batch, gamma, vocab, variation=0.3)
-    flat = problem.accept_coins[:, 1:].contiguous()
+def make_variants(problem: Problem, options: harness.Options) -> dict[str, Any]:
+    """Return every way to verify the problem."""
+    device, peers = options.device, problem[:4]
+    floors, flat = native.load(device), problem.accept_coins[:, 1:].contiguous()
+    arguments = (problem.target, problem.draft, problem.tokens, flat, problem.final_coins)
 
-    def floor(rule: str) -> Callable[[], Tensor]:
-        arguments = (problem.target, problem.draft, problem.tokens, flat, problem.final_coins)
+    def floor(rule: str) -> Any:
+        if isinstance(floors, str):
+            return floors
         return lambda: floors.accept(rule, *arguments, TEMPERATURE)
 
-    variants: dict[str, Callable[[], Any]] = {
-        "token": ours(problem, "token"),
-        "block": ours(problem, "block"),
-        "softmax + multinomial (token)": softmax_multinomial(problem),
-        "native early stop (token)": floor("token"),
-        "native full read (block)": floor("block"),
+    variants: dict[str, Any] = {
+        f"ours ({rule})": ours(problem, rule) for rule in ("token", "block")
     }
+    if device != "cpu":
+        variants["eager (token)"] = ours(problem, "token", eager.accept)
+    variants |= {
+        "softmax + multinomial (token)": softmax_multinomial(problem),
+        "the same, compiled (token)": harness.compiled(accept_softmax, peers, options),
+        "transformers assisted (token)": assisted(problem),
+        "native, early stop (token)": floor("token"),
+        "native, full read (block)": floor("block") if device == "cpu" else "has no block rule",
+    }
+    return variants
+
+
+def make_case(workload: Workload, options: harness.Options) -> harness.Case:
+    """Return the checked row of one workload, at one temperature and without filters."""
+    w = workload._replace(temperature=TEMPERATURE)
+    problem = make_problem(w.batch, w.gamma, w.vocab, VARIATION).to(options.device)
+    variants = make_variants(problem, options)
     check(problem, variants)
-    variants["read"] = lambda: (floors.read(problem.target), floors.read(problem.draft))
-    times = harness.measure(variants, repeats=repeats)
-    moved = 4 * (problem.target.numel() + problem.draft.numel())
-    return {"batch": batch, "bytes": moved, **times}
+    variants["read"] = native.reader(options.device, problem.target, problem.draft)
+    settings = {**w.settings(filters=False), "context": None, "total_variation": VARIATION}
+    return harness.Case(settings, variants, problem.target.nbytes + problem.draft.nbytes)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--gamma", type=int, default=4)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    floors = native.Floors(native.build())
-    head = harness.header(
-        vocab=options.vocab,
-        gamma=options.gamma,
-        temperature=TEMPERATURE,
-        total_variation=0.3,
-        metric="seconds of one call",
-    )
-    print("  ".join(f"{key} {value}" for key, value in head.items()))
-    rows = []
-    for batch in options.batches:
-        row = measure(batch, options.gamma, options.vocab, options.repeats, floors)
-        rows.append(row)
-        peer, read = row["softmax + multinomial (token)"], row["read"]
-        print(f"\nbatch {batch}{'':24}ms p50 [p20 p80]      GB/s   % of read   x softmax")
-        for name, times in ((n, t) for n, t in row.items() if isinstance(t, harness.Times)):
-            print(
-                f"{name:34}{times.p50 * 1e3:7.2f} [{times.p20 * 1e3:.2f} {times.p80 * 1e3:.2f}]"
-                f"{times.gigabytes_per_second(row['bytes']):10.2f}"
-                f"{100 * times.ratio_to(read):12.1f}{times.ratio_to(peer):12.2f}"
-            )
-    harness.print_record("accept", head, rows)
+def cases(options: harness.Options) -> Iterator[harness.Case]:
+    """Yield the batches of a chat service, then the other workloads."""
+    chat = WORKLOADS["chat-8b"]
+    for batch in (1, 8, 32) if options.full else (1, 8):
+        yield make_case(chat._replace(batch=batch), options)
+    if options.full or options.device != "cpu":
+        for name in ("code-70b", "big-vocab", "batch-256", "moe-latent"):
+            if name != "batch-256" or options.device != "cpu":
+                yield make_case(WORKLOADS[name].on(options.device), options)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main("accept", METRIC, cases, __doc__)

@@ -6,25 +6,35 @@
 The variants of a row run one after the other, over and over, the first turn discarded, so that a
 machine that drifts drifts for all of them. On a GPU events time the calls, after the L2 cache was
 flushed; on a CPU `time.perf_counter` does.
+
+A benchmark of an operation is a function that yields `Case`s, checked against the reference;
+`main` gives it a command line, prints its tables, and writes its record.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 Call = Callable[[], object]
+
+RESULTS = Path(__file__).parent / "results"
+REQUIRED = ("batch", "context", "gamma", "sampling")
+"""What every row names, None where it does not matter for the operation."""
 
 
 @dataclass(frozen=True)
@@ -150,3 +160,153 @@ def print_record(name: str, head: Mapping[str, Any], rows: Sequence[Mapping[str,
         for row in rows
     ]
     print(json.dumps({"benchmark": name, **head, "rows": plain}))
+
+
+class Options(NamedTuple):
+    """How a benchmark shall run.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        full: all workloads and sizes, not the few that fit into a minute.
+        compiled: also time torch.compile, whose compiler takes a minute a row.
+    """
+
+    device: str = "cpu"
+    full: bool = False
+    compiled: bool = False
+
+
+class Case(NamedTuple):
+    """A row of a benchmark: calls that do the same work, checked before they are timed.
+
+    Attributes:
+        settings: what the row depends on, `REQUIRED` among it.
+        variants: name to call, ours first; a str in place of a call says why it can't run here.
+        moved: bytes that the operation has to move.
+    """
+
+    settings: Mapping[str, Any]
+    variants: Mapping[str, Call | str]
+    moved: int
+
+
+Cases = Callable[[Options], Iterable[Case]]
+
+
+def compiled(function: Callable[..., object], arguments: Sequence[Any], options: Options) -> Any:
+    """Return a call of the compiled function, or why there is none."""
+    if not options.compiled:
+        return "asked for by --compiled"
+    call = torch.compile(function, dynamic=False)
+    try:
+        call(*arguments)
+    except Exception as error:  # whatever a compiler or its tool chain raises
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+    return lambda: call(*arguments)
+
+
+def time_case(case: Case, device: str, *, seconds: float = 4.0, repeats: int = 0) -> dict[str, Any]:
+    """Time a case and return its row.
+
+    Args:
+        seconds: about how long the turns may take together, between 3 and 40 turns.
+        repeats: the number of turns instead.
+    """
+    missing = [key for key in REQUIRED if key not in case.settings]
+    if missing:
+        raise ValueError(f"a row must name {missing}")
+    calls = {name: call for name, call in case.variants.items() if not isinstance(call, str)}
+    absent = {name: why for name, why in case.variants.items() if isinstance(why, str)}
+    if not repeats:
+        once = measure(calls, repeats=1, device=device)
+        turn = sum(times.p50 for times in once.values())
+        repeats = max(3, min(40, int(seconds / max(turn, 1e-9))))
+    times = measure(calls, repeats=repeats, device=device)
+    row = {**case.settings, "bytes": case.moved, "repeats": repeats}
+    return {**row, "times": {n: asdict(t) for n, t in times.items()}, "absent": absent}
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """Print a row as a table with a line per variant."""
+    hidden = ("times", "absent", "bytes", "repeats")
+    print("\n" + "  ".join(f"{k} {v}" for k, v in row.items() if k not in hidden and v is not None))
+    times = {name: Times(**quantiles) for name, quantiles in row["times"].items()}
+    ours, read = next(iter(times.values())), times.get("read")
+    print(f"{'':34}{'us p50':>12} {'[p20':>11} {'p80]':>11}{'GB/s':>9}{'% read':>8}{'ours x':>8}")
+    for name, t in times.items():
+        roof = f"{100 * t.ratio_to(read):8.1f}" if read else f"{'-':>8}"
+        print(
+            f"{name:34}{t.p50 * 1e6:12.1f} {t.p20 * 1e6:11.1f} {t.p80 * 1e6:11.1f}"
+            f"{t.gigabytes_per_second(row['bytes']):9.2f}{roof}{ours.ratio_to(t):8.2f}"
+        )
+    for name, why in row["absent"].items():
+        print(f"{name:34}not run: {why}", flush=True)
+
+
+def run(
+    name: str,
+    metric: str,
+    cases: Cases,
+    options: Options,
+    *,
+    budget: float = math.inf,
+    repeats: int = 0,
+    command: str = "",
+) -> dict[str, Any]:
+    """Check and time the cases of a benchmark, print them, and return the record.
+
+    Args:
+        metric: what the times are of.
+        budget: seconds after which no further case is begun; the record says so.
+        command: what makes this record.
+    """
+    began, rows, left_out = time.monotonic(), [], ""
+    seconds = 4.0 if options.full else 2.0
+    for case in cases(options):
+        rows.append(time_case(case, options.device, seconds=seconds, repeats=repeats))
+        print_row(rows[-1])
+        if time.monotonic() - began > budget:
+            left_out = f"stopped after {len(rows)} rows: its {budget:.0f} s were over"
+            print(left_out)
+            break
+    head = header(command=command or f"python -m benchmarks.bench_{name}", metric=metric)
+    return {"benchmark": name, **head, "left_out": left_out, "rows": rows}
+
+
+def main(
+    name: str, metric: str, cases: Cases, document: str, arguments: Sequence[str] | None = None
+) -> None:
+    """Run a benchmark from the command line; the last line of stdout is its record."""
+    parser = argparse.ArgumentParser(description=document.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="all workloads and sizes")
+    parser.add_argument("--quick", action="store_true", help="a few of them: the default")
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=0, help="turns; by default, what fits")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all rows")
+    parser.add_argument("--write", action="store_true", help="keep the record in results/")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    options = Options(chosen.device, chosen.full, chosen.compiled)
+    flags = [f"--{flag}" for flag in ("full", "compiled") if getattr(chosen, flag)]
+    flags += ["--threads", str(chosen.threads)] if chosen.threads != 1 else []
+    command = " ".join([f"python -m benchmarks.bench_{name}", *flags])
+    record = run(
+        name,
+        metric,
+        cases,
+        options,
+        budget=chosen.budget,
+        repeats=chosen.repeats,
+        command=command,
+    )
+    if chosen.write:
+        write(record, chosen.device)
+    print(json.dumps(record))
+
+
+def write(record: Mapping[str, Any], device: str) -> None:
+    """Keep a record under `results/`."""
+    path = RESULTS / f"{record['benchmark']}-{device}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,15 +1,18 @@
 """Build and load the native floors of `csrc_bench/`. For benchmarks only; the package never does.
 
 The C++ library is built with CMake into `build/csrc_bench`; the CUDA library is built beside it
-where `nvcc` is found.
+where `nvcc` is found. `load` gives the floors of a device, or says why there are none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +66,25 @@ class Floors:
             *pointers, ctypes.c_int64(index.numel()), ctypes.c_int64(row_bytes)
         )
 
+    def row_laws(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return maximum and log sum of every row of contiguous float32 logits."""
+        rows, vocab = logits.shape
+        out = torch.empty(2, rows)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (out[0], out[1], logits))
+        self._library.row_laws(*pointers, rows, vocab, ctypes.c_float(1.0 / temperature))
+        return out[0], out[1]
+
+    def sample(
+        self, logits: Tensor, row_max: Tensor, log_sum: Tensor, coins: Tensor, temperature: float
+    ) -> Tensor:
+        """Draw a token of every row, whose maximum and log sum are given."""
+        rows, vocab = logits.shape
+        out = torch.empty(rows, dtype=torch.int64)
+        tensors = (out, logits, row_max, log_sum, coins)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+        self._library.sample_rows(*pointers, rows, vocab, ctypes.c_float(1.0 / temperature))
+        return out
+
     def accept(
         self,
         rule: str,
@@ -100,3 +122,88 @@ class Floors:
             ctypes.c_float(1.0 / temperature),
         )
         return out
+
+
+class CudaFloors:
+    """The CUDA floors, on the default stream.
+
+    Args:
+        folder: with `libfloors_cuda.so`, as `build` returns it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._library = ctypes.CDLL(str(folder / "libfloors_cuda.so"))
+        self._blocks = 16 * torch.cuda.get_device_properties(0).multi_processor_count
+        self._out = torch.empty(1, device="cuda")
+
+    def read(self, source: Tensor) -> None:
+        """Read a contiguous tensor of a multiple of 16 bytes."""
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (self._out, source))
+        self._library.read_all_cuda(*pointers, ctypes.c_int64(source.nbytes // 4), self._blocks)
+
+    def accept(
+        self,
+        rule: str,
+        target: Tensor,
+        draft: Tensor,
+        tokens: Tensor,
+        accept_coins: Tensor,
+        final_coins: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        """Verify chains as `Floors.accept` does, by the token rule only."""
+        assert rule == "token", "the CUDA floor has the token rule"
+        batch, rows, vocab = target.shape
+        assert vocab % 4 == 0
+        assert rows <= 17
+        assert vocab <= 64 * 8192
+        out = torch.empty(batch, rows, dtype=torch.int64, device="cuda")
+        tiles = torch.empty(batch * (2 * rows - 1), (vocab + 8191) // 8192, 2, device="cuda")
+        masses = torch.empty(batch, tiles.shape[1], device="cuda")
+        tensors = (out, tiles, masses, target, draft, tokens, accept_coins, final_coins)
+        assert all(t.is_contiguous() for t in tensors)
+        self._library.accept_token_cuda(
+            *(ctypes.c_void_p(t.data_ptr()) for t in tensors),
+            batch,
+            rows - 1,
+            vocab,
+            ctypes.c_float(1.0 / temperature),
+        )
+        return out
+
+    def compact(
+        self, cache: Tensor, context_lens: Tensor, path: Tensor, accepted_lens: Tensor
+    ) -> None:
+        """Move the accepted rows of one layer `[batch, capacity, row]`, at most 16 a request."""
+        batch, capacity = cache.shape[:2]
+        tensors = (cache, context_lens, path, accepted_lens)
+        self._library.compact_cache_cuda(
+            *(ctypes.c_void_p(t.data_ptr()) for t in tensors),
+            batch,
+            ctypes.c_int64(capacity),
+            ctypes.c_int64(cache[0, 0].nbytes),
+            path.shape[1] - 1,
+        )
+
+
+@functools.cache
+def load(device: str) -> Any:
+    """Return the floors of "cpu" or "cuda", or a str that says why there are none."""
+    try:
+        folder = build()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    if device == "cpu":
+        return Floors(folder)
+    if not (folder / "libfloors_cuda.so").exists():
+        return "nvcc is not installed"
+    return CudaFloors(folder)
+
+
+def reader(device: str, *tensors: Tensor) -> Callable[[], object]:
+    """Return a call that reads tensors once: the roof of every row. Without native floors, torch
+    adds them up."""
+    floors = load(device)
+    if isinstance(floors, str):
+        return lambda: [t.sum() for t in tensors]
+    return lambda: [floors.read(t) for t in tensors]

@@ -2,6 +2,8 @@
 //
 //   accept_token   reads a request's rows up to its first rejection        (early stop)
 //   accept_block   reads every row, then every pair once more              (full read)
+//   row_laws       maximum and log of the sum of every row
+//   sample_rows    a token of every row by its coin
 //
 // Layout: target rows [batch, gamma + 1, vocab], draft rows [batch, gamma, vocab], both contiguous;
 // tokens [batch, gamma]; one temperature. A draw is the inverse CDF in id order: tile, then id.
@@ -159,5 +161,27 @@ extern "C" void accept_block(int64_t* out, const float* target, const float* dra
     const int64_t last = draw(&masses[size_t(n) * tiles], total, final_coins[b], p[n], other,
                               weight, vocab, scale);
     finish(out + int64_t(b) * (gamma + 1), gamma, n, tokens + b * gamma, last);
+  }
+}
+
+extern "C" void row_laws(float* max, float* log_sum, const float* logits, int rows, int vocab,
+                         float inv_temperature) {
+#pragma omp parallel for schedule(static)
+  for (int r = 0; r < rows; ++r) {
+    const Row row = read_row(logits + int64_t(r) * vocab, vocab, inv_temperature);
+    max[r] = row.max;
+    log_sum[r] = row.log_sum;
+  }
+}
+
+extern "C" void sample_rows(int64_t* out, const float* logits, const float* max,
+                            const float* log_sum, const double* coins, int rows, int vocab,
+                            float inv_temperature) {
+#pragma omp parallel for schedule(static)
+  for (int r = 0; r < rows; ++r) {
+    std::vector<double> masses((vocab + TILE - 1) / TILE);
+    const Row row{logits + int64_t(r) * vocab, max[r], log_sum[r]};
+    const double total = tile_masses(masses.data(), row, nullptr, 1.0f, vocab, inv_temperature);
+    out[r] = draw(masses.data(), total, coins[r], row, nullptr, 1.0f, vocab, inv_temperature);
   }
 }
