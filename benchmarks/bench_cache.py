@@ -1,4 +1,4 @@
-"""Rollback of KV caches on a CPU: ours beside index_select + copy per layer, and transformers.
+"""Rollback of KV caches: ours beside index_select + copy per layer, and transformers.
 
     python -m benchmarks.bench_cache
 
@@ -10,26 +10,27 @@ before they are timed.
     index_select    per layer and request: gather the accepted rows, copy them to the front
     DynamicCache    transformers: crop (a tree: gather what is kept), then its own update
     StaticCache     as transformers lays it out: gather every row anew, copy it back, write the new
+    native          a CUDA kernel that only moves the accepted rows of the keys of one layer, times
+                    all layers, keys and values: no append
 
 Last line of stdout: one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, native
 from spec_kernels.ops import append_cache, compact_cache
 from spec_kernels.types import CacheTensors
 
 PATHS = {"tree": (0, 2, 4, 5), "chain": (0, 1, 2, 3)}
 NODES, HEADS, SIZE = 8, 8, 64
+METRIC = "seconds of one step of all layers"
 
 
 class Problem(NamedTuple):
@@ -44,12 +45,17 @@ class Problem(NamedTuple):
     @property
     def source(self) -> Tensor:
         """Rows of the kept nodes."""
-        return torch.tensor(self.path) + self.context
+        return torch.tensor(self.path, device=self.new.device) + self.context
 
     @property
     def length(self) -> int:
         """Rows behind the step."""
         return self.context + len(self.path)
+
+    def to(self, device: str) -> Problem:
+        """Return it on a device."""
+        keys, values = ([x.to(device) for x in all_] for all_ in (self.keys, self.values))
+        return self._replace(keys=keys, values=values, new=self.new.to(device))
 
     def clone(self) -> Problem:
         """Copy the cache."""
@@ -71,12 +77,13 @@ Step = Callable[[], list[Tensor]]
 
 def ours(problem: Problem) -> Step:
     batch, rows = problem.keys[0].shape[:2]
+    device = problem.new.device
     caches = CacheTensors.make([*problem.keys, *problem.values])
-    context = torch.full((batch,), problem.context, dtype=torch.int32)
-    path = torch.tensor([problem.path] * batch, dtype=torch.int32)
-    lens = torch.full((batch,), len(problem.path) - 1, dtype=torch.int32)
-    place = torch.arange(NODES) + problem.length
-    slots = (torch.arange(batch)[:, None] * rows + place).flatten()
+    context = torch.full((batch,), problem.context, dtype=torch.int32, device=device)
+    path = torch.tensor([problem.path] * batch, dtype=torch.int32, device=device)
+    lens = torch.full((batch,), len(problem.path) - 1, dtype=torch.int32, device=device)
+    place = torch.arange(NODES, device=device) + problem.length
+    slots = (torch.arange(batch, device=device)[:, None] * rows + place).flatten()
     new = problem.new.flatten(0, 1)
 
     def step() -> list[Tensor]:
@@ -110,7 +117,7 @@ def dynamic(problem: Problem) -> Step:
     for layer, (key, value) in enumerate(stores):
         cache.update(key[:, :, :0], value[:, :, :0], layer)
     is_chain = problem.path == tuple(range(len(problem.path)))
-    kept = torch.cat([torch.arange(problem.context), problem.source])
+    kept = torch.cat([torch.arange(problem.context, device=problem.new.device), problem.source])
     new = problem.new.transpose(1, 2)
 
     def step() -> list[Tensor]:
@@ -127,9 +134,10 @@ def dynamic(problem: Problem) -> Step:
 
 
 def static(problem: Problem) -> Step:
-    order = torch.arange(problem.keys[0].shape[1])
+    device = problem.new.device
+    order = torch.arange(problem.keys[0].shape[1], device=device)
     order[problem.context : problem.length] = problem.source
-    place = torch.arange(NODES) + problem.length
+    place = torch.arange(NODES, device=device) + problem.length
     stores = [[x.transpose(1, 2).contiguous() for x in all_] for all_ in problem[:2]]
     new = problem.new.transpose(1, 2)
 
@@ -159,48 +167,48 @@ def check(name: str, problem: Problem) -> None:
             raise AssertionError(f"{name} left wrong rows")
 
 
-def measure(case: str, batch: int, context: int, layers: int, repeats: int) -> dict[str, Any]:
-    """Check and time every variant of one case."""
-    problem = make_problem(batch, context, layers, PATHS[case])
+def native_floor(problem: Problem, device: str) -> Any:
+    """Return a call of the CUDA floor for all layers, or why there is none."""
+    floors = native.load(device)
+    if device == "cpu" or isinstance(floors, str):
+        return floors if isinstance(floors, str) else "no floor of its own on a CPU"
+    batch = len(problem.keys[0])
+    lens = torch.full((batch,), problem.context, dtype=torch.int32, device=device)
+    path = torch.tensor([problem.path] * batch, dtype=torch.int32, device=device)
+    kept = torch.full((batch,), len(problem.path) - 1, dtype=torch.int32, device=device)
+    stores = [t.flatten(2) for t in (*problem.keys, *problem.values)]
+
+    def call() -> None:
+        for store in stores:
+            floors.compact(store, lens, path, kept)
+
+    before, moved = problem.keys[0].clone(), problem.context + torch.tensor(problem.path)
+    call()
+    rows = problem.keys[0][:, problem.context : problem.length]
+    assert torch.equal(rows, before[:, moved.to(device)]), "native left wrong rows"
+    return call
+
+
+def make_case(case: str, batch: int, context: int, options: harness.Options) -> harness.Case:
+    """Return the checked row of one case."""
+    layers = 32 if options.device != "cpu" else 8
+    problem = make_problem(batch, context, layers, PATHS[case]).to(options.device)
     for name in VARIANTS:
         check(name, problem)
-    steps = {name: make(problem.clone()) for name, make in VARIANTS.items()}
-    times = harness.measure(steps, repeats=repeats, clock=time.process_time)
+    steps: dict[str, Any] = {name: make(problem.clone()) for name, make in VARIANTS.items()}
+    steps["native"] = native_floor(problem.clone(), options.device)
     moved = sum(node != i for i, node in enumerate(problem.path)) + NODES
     payload = 2 * layers * batch * 2 * moved * HEADS * SIZE * 4
-    return {"case": case, "batch": batch, "context": context, "bytes": payload, **times}
+    settings = {"draft": case, "batch": batch, "context": context, "gamma": NODES - 1}
+    settings |= {"sampling": None, "layers": layers, "row": f"{HEADS} x {SIZE} float32"}
+    return harness.Case(settings, steps, payload)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print a table and the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=8)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    head = harness.header(
-        layers=options.layers,
-        row=f"{HEADS} x {SIZE} float32",
-        nodes=NODES,
-        metric="CPU seconds of one step of all layers, one thread",
-    )
-    print("  ".join(f"{key} {value}" for key, value in head.items()))
-    rows = []
+def cases(options: harness.Options) -> Iterator[harness.Case]:
+    """Yield trees, which move rows, and a chain, which only cuts."""
     for case, batch, context in (("tree", 1, 512), ("tree", 8, 512), ("chain", 8, 512)):
-        row = measure(case, batch, context, options.layers, options.repeats)
-        rows.append(row)
-        print(
-            f"\n{case}, batch {batch}, context {context}"
-            "\n                   ms p50 [p20 p80]    GB/s   ours is x as fast"
-        )
-        for name, times in ((n, t) for n, t in row.items() if isinstance(t, harness.Times)):
-            print(
-                f"{name:16}{times.p50 * 1e3:9.3f} [{times.p20 * 1e3:.3f} {times.p80 * 1e3:.3f}]"
-                f"{times.gigabytes_per_second(row['bytes']):9.2f}"
-                f"{row['ours'].ratio_to(times):9.2f}"
-            )
-    harness.print_record("cache", head, rows)
+        yield make_case(case, batch, context, options)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main("cache", METRIC, cases, __doc__)

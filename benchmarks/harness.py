@@ -183,11 +183,13 @@ class Case(NamedTuple):
         settings: what the row depends on, `REQUIRED` among it.
         variants: name to call, ours first; a str in place of a call says why it can't run here.
         moved: bytes that the operation has to move.
+        calls: how often a variant calls the operation; times are of one.
     """
 
     settings: Mapping[str, Any]
     variants: Mapping[str, Call | str]
     moved: int
+    calls: int = 1
 
 
 Cases = Callable[[Options], Iterable[Case]]
@@ -223,7 +225,11 @@ def time_case(case: Case, device: str, *, seconds: float = 4.0, repeats: int = 0
         repeats = max(3, min(40, int(seconds / max(turn, 1e-9))))
     times = measure(calls, repeats=repeats, device=device)
     row = {**case.settings, "bytes": case.moved, "repeats": repeats}
-    return {**row, "times": {n: asdict(t) for n, t in times.items()}, "absent": absent}
+    quantiles = {
+        name: {key: value / case.calls for key, value in asdict(t).items()}
+        for name, t in times.items()
+    }
+    return {**row, "times": quantiles, "absent": absent}
 
 
 def print_row(row: Mapping[str, Any]) -> None:

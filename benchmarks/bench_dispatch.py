@@ -1,0 +1,111 @@
+"""What a public operation costs the host beside its work: checks and dispatch.
+
+    python -m benchmarks.bench_dispatch
+
+In the place of the layer's function stands one that returns a finished result, so the whole time of
+a call is overhead. On a GPU that is what launching costs before the first kernel.
+
+Last line of stdout: one JSON object.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import harness
+from spec_kernels import ops
+from spec_kernels.types import CacheTensors, Draft, SamplingParams
+
+METRIC = "seconds of one call whose work is left out"
+BATCH, GAMMA, VOCAB = 2, 3, 64
+CALLS = 100
+
+
+def make_calls(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]]:
+    """Return a call of every operation: function, arguments, keyword arguments."""
+    nodes, rows = GAMMA + 1, BATCH * (GAMMA + 1)
+    logits = torch.randn(rows, VOCAB, device=device)
+    params = SamplingParams.make(0.7, top_p=0.9, batch=BATCH, device=device)
+    at = torch.arange(rows, dtype=torch.int32, device=device).view(BATCH, nodes)
+    request = (at // nodes).flatten()
+    law = ops.row_law(logits, params, request)
+    tokens = torch.randint(VOCAB, (BATCH, nodes), device=device)
+    count = torch.full((BATCH,), nodes, dtype=torch.int32, device=device)
+    draft = Draft(tokens, count, None, logits, law, at - 1)
+    coins = torch.rand(BATCH, nodes, dtype=torch.float64, device=device)
+    long = torch.arange(BATCH, device=device)
+    cache = torch.randn(BATCH, 16, 2, 8, device=device)
+    latent = torch.randn(BATCH, 16, 24, device=device)
+    context = torch.full((BATCH,), 8, dtype=torch.int32, device=device)
+    starts = torch.arange(BATCH + 1, dtype=torch.int32, device=device) * nodes
+    query = torch.randn(rows, 2, 8, device=device)
+    out = torch.randn(rows, 2, 16, device=device)
+    attended = (context, starts, nodes)
+    return {
+        "coins": (ops.coins, (long, long, nodes), {}),
+        "row_law": (ops.row_law, (logits, params, request), {}),
+        "overlap": (ops.overlap, (logits, law, logits, law), {}),
+        "sample": (ops.sample, (logits, law), {"coins": coins.flatten()}),
+        "accept": (
+            ops.accept,
+            (draft, logits, params, at, coins, coins[:, 0]),
+            {"max_depth": GAMMA},
+        ),
+        "match": (ops.match, (draft, tokens), {"max_depth": GAMMA}),
+        "verify_attention": (ops.verify_attention, (query, cache, cache, *attended), {}),
+        "verify_attention_mla": (
+            ops.verify_attention_mla,
+            (out, query, latent, *attended),
+            {"scale": 0.2},
+        ),
+        "append_cache": (
+            ops.append_cache,
+            (cache, cache.clone(), query, query, at.flatten().long()),
+            {},
+        ),
+        "compact_cache": (
+            ops.compact_cache,
+            (CacheTensors.make([cache]), None, context, at[:1].repeat(BATCH, 1), count - 1),
+            {},
+        ),
+    }
+
+
+def without_work(name: str, device: str, call: tuple[Callable[..., Any], Any, Any]) -> Any:
+    """Return `CALLS` calls of an operation as one, its layer's function replaced."""
+    layer = importlib.import_module(f"spec_kernels.{'eager' if device == 'cpu' else 'kernels'}")
+    function, args, kwargs = call
+    result = getattr(layer, name)(*args, **kwargs)
+
+    def finished(*_: Any, **__: Any) -> Any:
+        return result
+
+    def calls() -> None:
+        with mock.patch.object(layer, name, finished):
+            for _ in range(CALLS):
+                function(*args, **kwargs)
+
+    return calls
+
+
+def cases(options: harness.Options) -> Iterator[harness.Case]:
+    """Yield every operation."""
+    for name, call in make_calls(options.device).items():
+        settings = {
+            "operation": name,
+            "batch": BATCH,
+            "context": 8 if "cache" in name or "attention" in name else None,
+            "gamma": GAMMA,
+            "sampling": "temperature 0.7, top-p 0.9",
+        }
+        variants = {"ours": without_work(name, options.device, call)}
+        yield harness.Case(settings, variants, 0, CALLS)
+
+
+if __name__ == "__main__":
+    harness.main("dispatch", METRIC, cases, __doc__)

@@ -1,0 +1,86 @@
+"""How cost grows: acceptance with V, batch and gamma, attention with nodes and context.
+
+    python -m benchmarks.bench_scaling
+
+One size changes at a time. Acceptance reads rows, so it grows in proportion to V; what a call costs
+whatever its size makes it grow less than in proportion to the batch, up to the roof. Every point is
+checked like the benchmark of its operation.
+
+Last line of stdout: one JSON object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks import bench_accept, harness
+from spec_kernels import ops
+
+METRIC = "seconds of one call"
+SIZES = {"batch": 1, "gamma": 4, "vocab": 32_768}
+ACCEPT = {
+    "vocab": (4096, 8192, 16_384, 32_768, 65_536, 131_072),
+    "batch": (1, 2, 4, 8, 16),
+    "gamma": (1, 2, 4, 8, 16),
+}
+ATTEND = {"nodes": (1, 2, 4, 8, 16, 32, 64), "context": (256, 512, 1024, 2048, 4096, 8192)}
+HEADS, KV_HEADS, DIM = 8, 2, 64
+
+
+def accept_case(sweep: str, sizes: dict[str, int], options: harness.Options) -> harness.Case:
+    """Return a point of a sweep of acceptance."""
+    problem = bench_accept.make_problem(
+        sizes["batch"], sizes["gamma"], sizes["vocab"], bench_accept.VARIATION
+    ).to(options.device)
+    variants: dict[str, Any] = {
+        f"accept ({rule})": bench_accept.ours(problem, rule) for rule in ("token", "block")
+    }
+    variants["softmax + multinomial (token)"] = bench_accept.softmax_multinomial(problem)
+    bench_accept.check(problem, variants)
+    sampling = f"temperature {bench_accept.TEMPERATURE}"
+    settings = {"sweep": sweep, **sizes, "context": None, "sampling": sampling}
+    return harness.Case(settings, variants, problem.target.nbytes + problem.draft.nbytes)
+
+
+def attend_case(sweep: str, nodes: int, context: int, options: harness.Options) -> harness.Case:
+    """Return a point of a sweep of attention: a chain behind one long context."""
+    generator, device = torch.Generator().manual_seed(0), options.device
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    query = torch.randn(nodes, HEADS, DIM, generator=generator).to(device, dtype)
+    rows = (2, 1, context + nodes, KV_HEADS, DIM)
+    keys, values = torch.randn(rows, generator=generator).to(device, dtype)
+    lens = torch.tensor([context], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, nodes], dtype=torch.int32, device=device)
+
+    def call() -> Any:
+        return ops.verify_attention(query, keys, values, lens, starts, nodes)[0]
+
+    place, node = torch.arange(context + nodes, device=device), torch.arange(nodes, device=device)
+    mask = place <= context + node[:, None]
+    wide = [t.double().transpose(-2, -3) for t in (query[None], keys, values)]
+    expected = F.scaled_dot_product_attention(*wide, mask, enable_gqa=True)[0].transpose(0, 1)
+    error = float((call().double() - expected).abs().max())
+    bound = 4 * torch.finfo(dtype).eps * float(values.abs().max())
+    assert error <= bound, f"verify_attention: error {error}"
+    settings = {"sweep": sweep, "nodes": nodes, "context": context, "batch": 1}
+    settings |= {"gamma": nodes - 1, "sampling": None}
+    return harness.Case(settings, {"verify_attention": call}, keys.nbytes + values.nbytes)
+
+
+def cases(options: harness.Options) -> Iterator[harness.Case]:
+    """Yield the points of every sweep, the smallest first; the longest only on demand."""
+    for sweep, values in ACCEPT.items():
+        for value in values if options.full else values[:5]:
+            yield accept_case(sweep, {**SIZES, sweep: value}, options)
+    for nodes in ATTEND["nodes"] if options.full else ATTEND["nodes"][:5]:
+        yield attend_case("nodes", nodes, 1024, options)
+    for context in ATTEND["context"] if options.full else ATTEND["context"][:5]:
+        yield attend_case("context", 5, context, options)
+
+
+if __name__ == "__main__":
+    harness.main("scaling", METRIC, cases, __doc__)
