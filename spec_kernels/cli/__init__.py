@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from spec_kernels.cli import bench, generate
+from spec_kernels.cli import bench, generate, train
 
 app = typer.Typer(
     add_completion=False,
@@ -17,5 +17,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Speculative decoding, verified exactly.",
 )
-for command in (generate.generate, generate.demo, bench.bench, bench.info):
+for command in (generate.generate, generate.demo, bench.bench, bench.info, train.train_mtp):
     app.command()(command)

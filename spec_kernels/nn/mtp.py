@@ -49,6 +49,7 @@ class _Shared(nn.Module):
             f"unembedding must be [vocab, {config.hidden_size}], got {list(unembedding.shape)}",
         )
         self.config = config
+        self.target_vocab = unembedding.shape[0]
         self.register_buffer("embedding", embedding, persistent=False)
         rows = unembedding if draft_to_target is None else unembedding[draft_to_target]
         self.register_buffer("unembedding", rows.detach(), persistent=False)
@@ -111,13 +112,19 @@ class ParallelHeads(_Shared):
         depths = range(1, self.config.depth + 1)
         return torch.stack([self.state(hidden, depth) for depth in depths], -2)
 
-    def logits(self, state: Tensor, depth: int) -> Tensor:
-        """Return `[..., draft_vocab]` of states `[..., hidden_size]` of head `depth`."""
-        normed = self.norms[depth - 1](state)
+    def logits(self, state: Tensor, depth: int, columns: Tensor | None = None) -> Tensor:
+        """Return `[..., draft_vocab]` of states `[..., hidden_size]` of head `depth`.
+
+        With `columns [n] int64` only those, `[..., n]`: training compares a part of them.
+        """
+        output = self.unembedding
         if not self.config.is_tied:
-            own: Tensor = self.outputs[depth - 1](normed)
-            return own
-        return F.linear(normed, self.unembedding)
+            own = self.outputs[depth - 1]
+            assert isinstance(own, nn.Linear)
+            output = own.weight
+        return F.linear(
+            self.norms[depth - 1](state), output if columns is None else output[columns]
+        )
 
 
 class MTPModule(nn.Module):
@@ -237,9 +244,13 @@ class SequentialMTP(_Shared):
             states.append(hidden)
         return states
 
-    def logits(self, state: Tensor, depth: int) -> Tensor:
-        """Return `[..., draft_vocab]` of states `[..., hidden_size]` of a depth."""
-        return F.linear(self.module(depth).norm(state), self.unembedding)
+    def logits(self, state: Tensor, depth: int, columns: Tensor | None = None) -> Tensor:
+        """Return `[..., draft_vocab]` of states `[..., hidden_size]` of a depth.
+
+        With `columns [n] int64` only those, `[..., n]`: training compares a part of them.
+        """
+        output = self.unembedding if columns is None else self.unembedding[columns]
+        return F.linear(self.module(depth).norm(state), output)
 
 
 MTP = ParallelHeads | SequentialMTP

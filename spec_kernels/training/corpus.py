@@ -7,23 +7,18 @@ a token at 576 channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spec_kernels._check import require
-from spec_kernels.decoder import Decoder, Request
-from spec_kernels.targets import Target
+from spec_kernels.training.passages import Passage
 from spec_kernels.types import PAD_TOKEN
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total) while something long runs."""
-
-
-def _silent(done: int, total: int) -> None:
-    del done, total
 
 
 @dataclass(frozen=True)
@@ -32,63 +27,70 @@ class Corpus:
 
     Attributes:
         tokens: `[sequences, length] int64`, `PAD_TOKEN` behind the end of a sequence.
-        hidden: `[sequences, length, size] bfloat16`; arbitrary behind the end.
+        hidden: `[sequences, length, size] bfloat16`; 0 behind the end.
+        first: `[sequences] int64`, index of the first token that counts as something to predict.
     """
 
     tokens: Tensor
     hidden: Tensor
+    first: Tensor
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
-        return int((self.tokens != PAD_TOKEN).sum())
+        """Tokens that count: without padding and prompts."""
+        index = torch.arange(self.tokens.shape[1])
+        return int(((self.tokens != PAD_TOKEN) & (index >= self.first[:, None])).sum())
 
     @staticmethod
-    def make(
-        target: Target,
-        sequences: Iterable[Sequence[int]],
-        *,
-        length: int,
-        progress: Progress = _silent,
-    ) -> Corpus:
-        """Cut sequences to at most `length` tokens and compute their hidden states.
-
-        Args:
-            target: the frozen model.
-            sequences: token ids; longer ones are cut into several, pieces of one token dropped.
-            length: most tokens of a piece.
-            progress: called after each piece.
+    def pack(passages: Sequence[Passage]) -> Corpus:
+        """Put passages side by side.
 
         Raises:
-            ValueError: length is below 2, or no piece of two tokens is left.
+            ValueError: there is none.
 
         Example:
             >>> from spec_kernels.targets import TableTarget
-            >>> corpus = Corpus.make(TableTarget(torch.eye(5)), [[0, 1, 2, 3], [4, 0]], length=3)
-            >>> corpus.tokens
+            >>> from spec_kernels.training.passages import read
+            >>> passages = list(read(TableTarget(torch.eye(5)), [[0, 1, 2], [4, 0]], length=3))
+            >>> Corpus.pack(passages).tokens
             tensor([[ 0,  1,  2],
                     [ 4,  0, -1]])
         """
-        require(length >= 2, f"length must be at least 2, got {length}")
-        pieces = [
-            list(ids[start : start + length])
-            for ids in sequences
-            for start in range(0, len(ids), length)
-        ]
-        pieces = [piece for piece in pieces if len(piece) >= 2]
-        require(bool(pieces), "the training text must hold at least two tokens")
-        tokens = torch.full((len(pieces), length), PAD_TOKEN, dtype=torch.int64)
-        states = []
-        for row, piece in enumerate(pieces):
-            tokens[row, : len(piece)] = torch.tensor(piece)
-            found = target.prefill(target.open(1, len(piece)), 0, piece, hidden=True)
-            assert found is not None
-            states.append(found.to("cpu", torch.bfloat16))
-            progress(row + 1, len(pieces))
-        hidden = torch.zeros(len(pieces), length, states[0].shape[1], dtype=torch.bfloat16)
-        for row, state in enumerate(states):
-            hidden[row, : state.shape[0]] = state
-        return Corpus(tokens, hidden)
+        require(len(passages) > 0, "the training text must hold at least two tokens")
+        return Corpus(
+            pad_sequence([p.tokens for p in passages], batch_first=True, padding_value=PAD_TOKEN),
+            pad_sequence([p.hidden for p in passages], batch_first=True),
+            torch.tensor([p.first for p in passages]),
+        )
+
+    def unpack(self) -> list[Passage]:
+        """Return the passages."""
+        lens = (self.tokens != PAD_TOKEN).sum(1).tolist()
+        rows = zip(self.tokens, self.hidden, lens, self.first.tolist(), strict=True)
+        return [Passage(tokens[:n], hidden[:n], first) for tokens, hidden, n, first in rows]
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file; a crash leaves none or all of it."""
+        from safetensors.torch import save_file
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        save_file(vars(self), partial)
+        os.replace(partial, path)
+
+    @staticmethod
+    def load(path: Path) -> Corpus:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is unreadable.
+        """
+        from safetensors.torch import load_file
+
+        try:
+            return Corpus(**load_file(path))
+        except Exception as error:  # safetensors and missing names have no common base
+            raise ValueError(f"cannot read hidden states from {path}: {error}") from error
 
     def split(self, held_out: float) -> tuple[Corpus, Corpus]:
         """Return the first sequences and the last ones, a share `held_out` of them, at least one.
@@ -101,8 +103,8 @@ class Corpus:
         require(count >= 2, f"the training text must give at least two sequences, got {count}")
         kept = min(max(count - math.ceil(count * held_out), 1), count - 1)
         return (
-            Corpus(self.tokens[:kept], self.hidden[:kept]),
-            Corpus(self.tokens[kept:], self.hidden[kept:]),
+            Corpus(self.tokens[:kept], self.hidden[:kept], self.first[:kept]),
+            Corpus(self.tokens[kept:], self.hidden[kept:], self.first[kept:]),
         )
 
 
@@ -131,47 +133,3 @@ def draft_vocabulary(tokens: Tensor, size: int, vocab: int) -> Tensor:
     # unseen ids rank behind all seen ones, the lowest first
     ranked = torch.sort(counts, descending=True, stable=True).indices
     return ranked[:size].sort().values
-
-
-def self_generate(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    eos_ids: Sequence[int] = (),
-    batch: int = 32,
-    progress: Progress = _silent,
-) -> list[list[int]]:
-    """Let the target write its own training text; returns prompts with their answers.
-
-    Drafts are judged on what the target itself would say, so this is the text that matters.
-
-    Args:
-        target: the frozen model.
-        prompts: token ids of each prompt.
-        max_new_tokens: most tokens of an answer.
-        temperature: of the answers; 0 = greedy.
-        seed: answer i uses seed + i, so the text depends on nothing else.
-        eos_ids: ids that end an answer.
-        batch: prompts decoded together; does not change the text of a float32 target beyond
-            rounding.
-        progress: called after each batch with prompts done.
-    """
-    decoder, texts = Decoder(target, eos_ids=eos_ids), []
-    for start in range(0, len(prompts), batch):
-        part = prompts[start : start + batch]
-        requests = [
-            Request(
-                list(prompt),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed + start + index,
-            )
-            for index, prompt in enumerate(part)
-        ]
-        answers = decoder.generate(requests)
-        texts += [[*p, *answer.tokens] for p, answer in zip(part, answers, strict=True)]
-        progress(len(texts), len(prompts))
-    return texts

@@ -1,0 +1,352 @@
+"""`train-mtp`: train modules that draft from a model's hidden states, on text of its own or given.
+
+The model stays as it is. Its hidden states are computed once and kept in the folder of the
+training; then the modules learn from them. Both can be stopped with Ctrl-C: the same command goes
+on where they stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from spec_kernels.cli._common import ERR, OUT, Model, Threads, friendly_errors, progress
+from spec_kernels.nn._decoder_block import MTPConfig
+from spec_kernels.nn.mtp import MTP, ParallelHeads, SequentialMTP
+from spec_kernels.training import (
+    Acceptance,
+    Corpus,
+    Training,
+    draft_vocabulary,
+    measure_acceptance,
+    recipe,
+    start_from_trunk,
+    train,
+)
+from spec_kernels.training.folder import States, TrainingFolder, describe
+from spec_kernels.training.passages import Passage, read, write
+
+KindName = Literal["parallel", "sequential"]
+LossOption = Literal["tokens", "kl", "overlap"]
+
+_PART: Final = 68  # prompts that are answered together; all held-out ones
+_PIECE: Final = 192  # most tokens of a piece of given text
+_HELD_OUT: Final = 0.1  # share of given text
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A loaded model, to write text or to read it."""
+
+    model: Any
+    target: Any
+    tokenizer: Any
+
+    @staticmethod
+    def load(model: str, threads: int | None) -> _Source:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with progress() as say:
+            say("importing transformers")
+            import transformers
+
+            from spec_kernels.integrations import smollm2
+            from spec_kernels.integrations.transformers import TransformersTarget
+
+            transformers.utils.logging.disable_progress_bar()
+            transformers.utils.logging.set_verbosity_error()
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            loaded, tokenizer = smollm2.load(
+                model, dtype=torch.float32, device=device, progress=say
+            )
+            return _Source(loaded, TransformersTarget(loaded), tokenizer)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
+    def unembedding(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight.detach()
+
+    @property
+    def eos_ids(self) -> list[int]:
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        eos = self.tokenizer.eos_token_id if eos is None else eos
+        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+class _Bar:
+    """A progress bar on stderr; off a terminal a line now and then."""
+
+    def __init__(self) -> None:
+        columns = ("{task.description}", "{task.completed:.0f}/{task.total:.0f}")
+        self._bar = Progress(
+            TextColumn(columns[0]),
+            BarColumn(bar_width=24),
+            TextColumn(columns[1]),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=ERR,
+            disable=not ERR.is_terminal,
+        )
+        self._said = 0.0
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def task(self, name: str, total: int) -> TaskID:
+        """Add a line."""
+        return self._bar.add_task(name, total=total, note="")
+
+    def set(self, task: TaskID, done: int, note: str = "") -> None:
+        """Set what is done and what is said of it."""
+        self._bar.update(task, completed=done, note=note)
+        entry = self._bar.tasks[task]
+        if not ERR.is_terminal and (time.monotonic() - self._said > 30 or done == entry.total):
+            self._said = time.monotonic()
+            ERR.print(f"{entry.description} {done}/{entry.total:.0f} {note}", soft_wrap=True)
+
+
+def _read_texts(files: Sequence[Path]) -> list[str]:
+    """Return the texts of the files; refuse what cannot be trained on, before a model is loaded."""
+    texts = []
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"--data must be self or text files, got {file}: no such file")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no UTF-8 text: {error}") from None
+        if len(text.split()) < 32:
+            raise ValueError(f"{file} holds fewer than 32 words, too little to train on")
+        texts.append(text)
+    return texts
+
+
+def _corpora_of_files(
+    source: _Source, texts: Sequence[str], states: States, bar: _Bar
+) -> tuple[Corpus, Corpus]:
+    ids = [list(source.tokenizer.encode(text)) for text in texts]
+    pieces = [one[i : i + _PIECE] for one in ids for i in range(0, len(one) - 1, _PIECE)]
+    task = bar.task("reading", len(pieces))
+
+    def part(start: int) -> list[Passage]:
+        passages = []
+        for passage in read(source.target, pieces[start : start + _PART], length=_PIECE):
+            passages.append(passage)
+            bar.set(task, start + len(passages))
+        return passages
+
+    return states.corpus("read", part, range(0, len(pieces), _PART)).split(_HELD_OUT)
+
+
+def _corpora_of_self(
+    source: _Source, prompts: int, tokens: int, seed: int, states: States, bar: _Bar
+) -> tuple[Corpus, Corpus]:
+    """Return training text, drawn at a temperature, and held-out text, greedy as it is used."""
+    from spec_kernels.integrations.prompts import encode_prompt
+
+    def corpus(name: str, texts: Sequence[str], temperature: float) -> Corpus:
+        task, written = bar.task(f"writing {name}", len(texts) * tokens), [0]
+
+        def part(start: int) -> list[Passage]:
+            ids = [
+                encode_prompt(source.tokenizer, text, chat=bool(source.tokenizer.chat_template))
+                for text in texts[start : start + _PART]
+            ]
+            written[0] = start * tokens
+
+            def report(count: int) -> None:
+                written[0] += count
+                bar.set(task, written[0])
+
+            return write(
+                source.target,
+                ids,
+                max_new_tokens=tokens,
+                temperature=temperature,
+                seeds=[recipe.answer_seed(seed, start + index) for index in range(len(ids))],
+                eos_ids=source.eos_ids,
+                report=report,
+            )
+
+        return states.corpus(name, part, range(0, len(texts), _PART))
+
+    held_out = corpus("held-out", recipe.held_out_prompts(), 0.0)
+    return corpus("training", recipe.training_prompts(seed)[:prompts], 0.7), held_out
+
+
+def _make_module(source: _Source, corpus: Corpus, settings: dict[str, Any]) -> MTP:
+    """Return fresh modules that fit the model."""
+    depth, ids = settings["depth"], settings["draft_vocab"]
+    config = source.model.config.get_text_config(decoder=True)
+    counted = torch.arange(corpus.tokens.shape[1]) >= corpus.first[:, None]
+    vocab = source.unembedding.shape[0]
+    chosen = None
+    if 0 < ids < vocab:
+        chosen = draft_vocabulary(corpus.tokens[counted], ids, vocab).to(source.unembedding.device)
+    module: MTP
+    if settings["kind"] == "parallel":
+        shape = MTPConfig("parallel", config.hidden_size, depth, norm_eps=config.rms_norm_eps)
+        module = ParallelHeads(shape, source.unembedding, draft_to_target=chosen)
+    else:
+        heads = config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        shape = MTPConfig(
+            "sequential",
+            config.hidden_size,
+            depth,
+            is_shared=settings["is_shared"],
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            norm_eps=config.rms_norm_eps,
+        )
+        module = SequentialMTP(shape, source.embedding, source.unembedding, draft_to_target=chosen)
+    module.to(source.unembedding.device)
+    start_from_trunk(module, corpus, seed=settings["seed"])
+    return module
+
+
+def _note(losses: Sequence[float], acceptance: Acceptance | None) -> str:
+    words = ["loss", *(f"{loss:.3f}" for loss in losses)]
+    if acceptance is not None:
+        words += ["held-out acceptance", *(f"{rate:.3f}" for rate in acceptance.top1)]
+    return " ".join(words)
+
+
+def _train(
+    source: _Source,
+    module: MTP,
+    corpora: tuple[Corpus, Corpus],
+    training: Training,
+    folder: TrainingFolder,
+    bar: _Bar,
+) -> int:
+    corpus, held_out = corpora
+    few = Corpus(held_out.tokens[:8], held_out.hidden[:8], held_out.first[:8])
+    task = bar.task("training", training.steps)
+    seen: list[Acceptance] = []
+    every = max(training.steps // 10, 1)
+
+    def report(step: int, losses: list[float]) -> None:
+        if step % every == 0:
+            seen[:] = [measure_acceptance(module, few, source.unembedding)]
+        bar.set(task, step, _note(losses, seen[0] if seen else None))
+
+    return train(module, corpus, training, checkpoint=folder.checkpoint, report=report)
+
+
+def _run(
+    source: _Source,
+    texts: Sequence[str],
+    states: States,
+    training: Training,
+    folder: TrainingFolder,
+) -> None:
+    settings, start = folder.settings, time.monotonic()
+    seed = settings["seed"]
+    with _Bar() as bar:
+        if texts:
+            corpora = _corpora_of_files(source, texts, states, bar)
+        else:
+            sizes = (settings["prompts"], settings["new_tokens"], seed)
+            corpora = _corpora_of_self(source, *sizes, states, bar)
+        module = _make_module(source, corpora[0], settings)
+        done = _train(source, module, corpora, training, folder, bar)
+    if done < training.steps:
+        ERR.print(f"stopped after step {done} of {training.steps}; the same command goes on")
+        raise typer.Exit(130)
+    with progress() as say:
+        say("measuring on the held-out text")
+        module.to(torch.bfloat16).to(torch.float32)  # as the weights will be read
+        acceptance = measure_acceptance(module, corpora[1], source.unembedding)
+    record = {
+        "training_tokens": corpora[0].num_tokens,
+        "held_out": describe(acceptance),
+        "seconds": round(time.monotonic() - start),
+        "threads": torch.get_num_threads(),
+    }
+    weights = folder.finish(module, record)
+    rates = " ".join(f"{rate:.3f}" for rate in acceptance.top1)
+    OUT.print(f"held-out acceptance by depth {rates}, over {acceptance.tokens} places")
+    OUT.print(f"weights in {weights}", soft_wrap=True)
+
+
+def train_mtp(
+    out: Annotated[Path, typer.Option(help="Folder; what is there goes on.")],
+    kind: Annotated[KindName, typer.Option(help="Heads beside each other, or one after another.")],
+    data: Annotated[
+        list[str] | None, typer.Option(help='Text files (repeatable), or "self": the model writes.')
+    ] = None,
+    model: Model = "smollm2",
+    depth: Annotated[int, typer.Option(min=1, help="Extra tokens to predict.")] = 3,
+    shared: Annotated[
+        bool, typer.Option("--shared/--own", help="sequential: one module for all depths.")
+    ] = True,
+    draft_vocab: Annotated[int, typer.Option(min=0, help="Ids to draft from; 0 = all.")] = 8192,
+    prompts: Annotated[int, typer.Option(min=2, help="Questions that the model answers.")] = 816,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 144,
+    steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 760,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, falling to 0.")] = 1.5e-3,
+    loss: Annotated[LossOption, typer.Option(help="What each depth learns.")] = "kl",
+    first_depth_until: Annotated[
+        float, typer.Option(help="Share of the updates for depth 1 alone.")
+    ] = 0.6,
+    others: Annotated[
+        int | None,
+        typer.Option(min=0, help="Compare the likeliest ids and so many others (default: all)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of text, start and order.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Train multi-token prediction modules on a frozen model."""
+    with friendly_errors():
+        given = data or ["self"]
+        if "self" in given and len(given) > 1:
+            raise ValueError("--data must be self or text files, not both")
+        training = Training(
+            steps,
+            batch,
+            learning_rate,
+            loss,
+            first_depth_until=first_depth_until if kind == "sequential" else 0.0,
+            others=others,
+            seed=seed,
+        )
+        texts = [] if given == ["self"] else _read_texts([Path(name) for name in given])
+        written = {"prompts": prompts, "new_tokens": new_tokens} if not texts else {}
+        text_settings = {"model": model, "data": given, "seed": seed, **written}
+        settings = {
+            **text_settings,
+            "kind": kind,
+            "depth": depth,
+            "is_shared": shared,
+            "draft_vocab": draft_vocab,
+            "steps": steps,
+            "batch": batch,
+            "learning_rate": learning_rate,
+            "loss": loss,
+            "first_depth_until": training.first_depth_until,
+            "others": others,
+        }
+        states = States(out / "states", text_settings)
+        folder = TrainingFolder(out / kind, settings)
+        _run(_Source.load(model, threads), texts, states, training, folder)

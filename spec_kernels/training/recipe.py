@@ -1,0 +1,163 @@
+"""What the demo model is asked so that it writes its own training text, and the held-out questions.
+
+Topics of training and held-out questions are disjoint, and neither has those of the demo's prompts
+(`integrations.prompts`); the wording of the questions is shared.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+TRAINING_TOPICS: Final = (
+    "volcanoes",
+    "honey bees",
+    "the Roman Empire",
+    "photosynthesis",
+    "chess",
+    "black holes",
+    "the printing press",
+    "coffee",
+    "earthquakes",
+    "the human heart",
+    "solar panels",
+    "jazz music",
+    "the Great Wall of China",
+    "penguins",
+    "democracy",
+    "vaccines",
+    "bicycles",
+    "the water cycle",
+    "dinosaurs",
+    "Shakespeare",
+    "the stock market",
+    "yoga",
+    "rainforests",
+    "electric cars",
+    "ancient Egypt",
+    "gravity",
+    "chocolate",
+    "wolves",
+    "the Olympic Games",
+    "meditation",
+    "plate tectonics",
+    "robots",
+    "the Moon",
+    "tea ceremonies",
+    "DNA",
+    "wind energy",
+    "painting with oil colours",
+    "the Industrial Revolution",
+    "sleep",
+    "whales",
+    "learning a language",
+    "databases",
+    "gardening in a small yard",
+    "the immune system",
+    "budgeting money",
+    "deserts",
+    "marathon running",
+    "the telephone",
+    "recycling",
+    "public speaking",
+)
+
+TEMPLATES: Final = (
+    "Explain {} to a ten-year-old child.",
+    "Write a short introduction to {}.",
+    "What are the most important facts about {}?",
+    "Give me five tips about {}.",
+    "Write a short story that involves {}.",
+    "Why is it worth knowing about {}?",
+    "Write a letter to a friend about {}.",
+    "What are common misconceptions about {}?",
+    "Summarize the history of {}.",
+    "Describe {} in three paragraphs.",
+    "What questions would an expert on {} ask?",
+    "How has our view of {} changed over time?",
+    "Make a list of ten words related to {} and explain each.",
+    "Write a dialogue between a teacher and a student about {}.",
+    "What are the advantages and disadvantages of {}?",
+    "Tell me something surprising about {}.",
+)
+
+CODING_TASKS: Final = tuple(
+    f"Write a Python function that {task}."
+    for task in (
+        "reverses a string",
+        "finds the largest number in a list",
+        "counts the vowels of a text",
+        "checks whether a number is prime",
+        "sorts a list of names by length",
+        "merges two dictionaries",
+        "computes the factorial of a number",
+        "removes duplicates from a list",
+        "converts Celsius to Fahrenheit",
+        "reads a file and counts its lines",
+        "checks whether a word is a palindrome",
+        "returns the Fibonacci numbers up to n",
+        "computes the average of a list of numbers",
+        "finds the common elements of two lists",
+        "counts how often each word occurs in a text",
+        "flattens a nested list",
+    )
+)
+
+HELD_OUT_TOPICS: Final = (
+    "glaciers",
+    "the violin",
+    "kangaroos",
+    "the Silk Road",
+    "magnets",
+    "cheese making",
+    "hurricanes",
+    "the French Revolution",
+    "owls",
+    "swimming",
+)
+
+HELD_OUT_CODING_TASKS: Final = tuple(
+    f"Write a Python function that {task}."
+    for task in (
+        "checks whether a year is a leap year",
+        "finds the second largest number in a list",
+        "capitalizes every word of a sentence",
+        "computes the greatest common divisor of two numbers",
+    )
+)
+
+
+def training_prompts(seed: int) -> list[str]:
+    """Return every template with every topic, and the coding tasks, in an order from the seed.
+
+    Any first part of them is a fair sample of all.
+
+    Example:
+        >>> len(training_prompts(0))
+        816
+    """
+    prompts = [template.format(topic) for topic in TRAINING_TOPICS for template in TEMPLATES]
+    prompts += CODING_TASKS
+    random.Random(seed).shuffle(prompts)
+    return prompts
+
+
+def held_out_prompts() -> list[str]:
+    """Return questions on the held-out topics, six or seven each, and the held-out coding tasks.
+
+    Example:
+        >>> len(held_out_prompts())
+        68
+    """
+    prompts = [
+        template.format(topic)
+        for place, topic in enumerate(HELD_OUT_TOPICS)
+        for index, template in enumerate(TEMPLATES)
+        if (index + place) % 5 < 2
+    ]
+    return prompts + list(HELD_OUT_CODING_TASKS)
+
+
+def answer_seed(seed: int, index: int) -> int:
+    """Return the seed of the answer to a prompt; those of two trainings are far apart."""
+    return seed * 1_000_000 + 1000 + index

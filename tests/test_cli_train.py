@@ -1,0 +1,164 @@
+"""`train-mtp` on a model of two layers: weights, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from spec_kernels import cli, training
+from spec_kernels.cli import train as command
+from spec_kernels.nn.mtp import load_mtp
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "home", "again"]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    vocab = {word: index for index, word in enumerate(["<end>", "<other>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<other>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder)
+    return folder
+
+
+def run(model: Path, out: Path, *arguments: object) -> Result:
+    base = ("train-mtp", "--model", model, "--out", out, "--draft-vocab", 9, "--steps", 6)
+    return CliRunner().invoke(cli.app, [str(argument) for argument in (*base, *arguments)])
+
+
+def from_self(model: Path, out: Path, kind: str, *arguments: object) -> Result:
+    sizes = ("--kind", kind, "--prompts", 6, "--new-tokens", 8, "--others", 2)
+    return run(model, out, *sizes, *arguments)
+
+
+def weights(out: Path, kind: str) -> dict[str, torch.Tensor]:
+    return load_file(out / kind / "weights" / "model.safetensors")
+
+
+def test_both_kinds_learn_from_the_text_that_the_model_wrote(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    for kind in ("parallel", "sequential"):
+        result = from_self(model_folder, tmp_path, kind)
+        assert result.exit_code == 0, result.output
+        assert "held-out acceptance by depth" in result.stdout
+        assert all(
+            tensor.dtype == torch.bfloat16
+            for name, tensor in weights(tmp_path, kind).items()
+            if name != "draft_to_target"
+        )
+        record = json.loads((tmp_path / kind / "weights" / "record.json").read_text())
+        assert record["steps"] == 6
+        assert len(record["held_out"]["top1"]) == 3
+        matrix = LlamaForCausalLM.from_pretrained(model_folder).lm_head.weight.detach()
+        assert load_mtp(tmp_path / kind / "weights", matrix, matrix).draft_vocab == 9
+    assert sorted(file.name for file in (tmp_path / "states").iterdir()) == [
+        "held-out-000.safetensors",
+        "settings.json",
+        "training-000.safetensors",
+    ]
+
+
+def test_training_again_gives_the_same_weights_stopped_or_not(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = from_self(model_folder, tmp_path / "one", "sequential")
+    assert result.exit_code == 0, result.output
+    whole = command.train
+
+    def interrupted(*arguments: object, **named: object) -> int:
+        inner = named["report"]
+
+        def report(step: int, losses: list[float]) -> None:
+            inner(step, losses)  # type: ignore[operator]
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return whole(*arguments, **(named | {"report": report}))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "train", interrupted)
+    result = from_self(model_folder, tmp_path / "two", "sequential")
+    assert result.exit_code == 130, result.output
+    assert "stopped after step 3 of 6" in result.stderr
+    assert not (tmp_path / "two" / "sequential" / "weights").exists()
+    monkeypatch.setattr(command, "train", whole)
+    result = from_self(model_folder, tmp_path / "two", "sequential")
+    assert result.exit_code == 0, result.output
+    one, two = weights(tmp_path / "one", "sequential"), weights(tmp_path / "two", "sequential")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_text_files_are_read_in_pieces(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat on a mat and then it ran home again " * 40)
+    result = run(model_folder, tmp_path / "out", "--kind", "parallel", "--data", file)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "out/parallel/weights/record.json").read_text())
+    assert record["training_tokens"] == 2 * 192
+    assert record["held_out"]["places"] == 480 - 2 * 192 - 4 + 1
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    return lines[-1]
+
+
+def test_bad_text_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    no_model = tmp_path / "no model"
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "short").write_text("a few words")
+    for file, message in (
+        ("missing", "no such file"),
+        ("binary", "no UTF-8 text"),
+        ("short", "fewer than 32 words"),
+    ):
+        result = run(no_model, tmp_path / "out", "--kind", "parallel", "--data", tmp_path / file)
+        assert message in refused(result)
+    both = ("--data", "self", "--data", tmp_path / "short")
+    result = run(no_model, tmp_path / "out", "--kind", "parallel", *both)
+    assert "not both" in refused(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_another_training_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    assert from_self(model_folder, tmp_path, "parallel").exit_code == 0
+    assert "batch 4, not 2" in refused(from_self(model_folder, tmp_path, "parallel", "--batch", 2))
+    message = refused(from_self(model_folder, tmp_path, "sequential", "--seed", 5))
+    assert "seed 0, not 5" in message
+
+
+def test_held_out_questions_share_no_topic_with_training() -> None:
+    held_out = " ".join(training.recipe.held_out_prompts())
+    assert not [topic for topic in training.recipe.TRAINING_TOPICS if topic in held_out]
+    assert not {*training.recipe.held_out_prompts()} & {*training.recipe.training_prompts(0)}
