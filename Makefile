@@ -9,10 +9,10 @@ KERNEL_TESTS := $(wildcard tests/test_testing_*.py tests/test_kernels*.py) tests
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format budgets compat bench gpu clean
+.PHONY: help demo test slow lint format budgets compat bench bench-compare gpu clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,11 +54,15 @@ $(COMPAT)/installed: pyproject.toml constraints-dev.txt
 compat: $(COMPAT)/installed  ## the kernels and their harness under the oldest Triton, 3.6
 	$(TEST_ENV) $(COMPAT)/bin/pytest -n 2 --dist worksteal -m 'not slow and not gpu' $(KERNEL_TESTS)
 
-bench: $(VENV)/installed  ## the CPU benchmarks
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks
+bench: $(VENV)/installed  ## the CPU benchmarks, within 15 minutes; WRITE=1 keeps the records
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks $(if $(WRITE),--write)
 
-gpu:  ## on a machine with a GPU: correctness of every compiled kernel, then benchmarks
-	HF_HUB_OFFLINE=1 python3 -m pytest -m gpu
+bench-compare: $(VENV)/installed  ## speed of this checkout beside another: make bench-compare BASE=<git ref>
+	$(BIN)/python -m benchmarks.compare $(BASE) $(NAMES)
+
+# Uses the machine's own Python, torch and Triton; OUT may be a file or a folder.
+gpu:  ## on a machine with a GPU: correctness of every compiled kernel, then benchmarks, in 9 minutes
+	@HF_HUB_OFFLINE=1 python3 -m benchmarks.gpu $(if $(OUT),--out $(OUT))
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) $(COMPAT) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

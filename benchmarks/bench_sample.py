@@ -36,9 +36,9 @@ def check(found: Tensor, logits: Tensor, law: Any, **drawn: Any) -> None:
     """Raise AssertionError unless the first rows have the reference's tokens, but for one whose
     coin falls beside a boundary that float32 sums have moved."""
     few = slice(0, 3)
-    given = type(law)(*(field[few] for field in law))
-    expected = reference.sample(logits[few], given, **drawn)
-    other = int((found[few] != expected).sum())
+    given = type(law)(*(field[few].cpu() for field in law))
+    expected = reference.sample(logits[few].cpu(), given, **drawn)
+    other = int((found[few].cpu() != expected).sum())
     assert other <= 1, f"{other} other tokens than the reference"
 
 
@@ -60,8 +60,8 @@ def make_case(w: Workload, filters: bool, options: harness.Options) -> harness.C
         ),
         "ours, coupled noise": lambda: ops.sample(logits, law, noise=noise),
     }
-    check(variants["ours"](), logits, law, coins=coins[:3])
-    check(variants["ours, coupled noise"](), logits, law, noise=tuple(n[:3] for n in noise))
+    check(variants["ours"](), logits, law, coins=coins[:3].cpu())
+    check(variants["ours, coupled noise"](), logits, law, noise=tuple(n[:3].cpu() for n in noise))
     if device != "cpu":
         variants["eager"] = lambda: eager.sample(logits, law, coins=coins)
     arguments = (logits, w.temperature, w.top_p)

@@ -59,16 +59,21 @@ def attend_case(sweep: str, nodes: int, context: int, options: harness.Options) 
     def call() -> Any:
         return ops.verify_attention(query, keys, values, lens, starts, nodes)[0]
 
+    own = [t.transpose(-2, -3) for t in (query[None], keys, values)]
     place, node = torch.arange(context + nodes, device=device), torch.arange(nodes, device=device)
     mask = place <= context + node[:, None]
-    wide = [t.double().transpose(-2, -3) for t in (query[None], keys, values)]
+    wide = [t.double() for t in own]
     expected = F.scaled_dot_product_attention(*wide, mask, enable_gqa=True)[0].transpose(0, 1)
     error = float((call().double() - expected).abs().max())
     bound = 4 * torch.finfo(dtype).eps * float(values.abs().max())
     assert error <= bound, f"verify_attention: error {error}"
     settings = {"sweep": sweep, "nodes": nodes, "context": context, "batch": 1}
     settings |= {"gamma": nodes - 1, "sampling": None}
-    return harness.Case(settings, {"verify_attention": call}, keys.nbytes + values.nbytes)
+    variants = {
+        "verify_attention": call,
+        "sdpa": lambda: F.scaled_dot_product_attention(*own, mask, enable_gqa=True),
+    }
+    return harness.Case(settings, variants, keys.nbytes + values.nbytes)
 
 
 def cases(options: harness.Options) -> Iterator[harness.Case]:

@@ -1,0 +1,50 @@
+"""The benchmarks of operations by name, and how all of them run within a time.
+
+python -m benchmarks           # every CPU benchmark, `make bench`
+python -m benchmarks --write   # the same, and the records go to results/
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from benchmarks import harness
+
+OPERATIONS = ("accept", "tree_accept", "law", "sample", "match", "cache", "mla")
+OTHERS = ("dispatch", "scaling")
+
+
+def load(name: str) -> ModuleType:
+    """Return a benchmark: it has `METRIC` and `cases`."""
+    return importlib.import_module(f"benchmarks.bench_{name}")
+
+
+def run_all(
+    names: Sequence[str], options: harness.Options, seconds: float
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Run benchmarks one after the other, each within an equal part of the time that is left.
+
+    Returns:
+        The records, and why the others have none.
+    """
+    records, failed, end = [], {}, time.monotonic() + seconds
+    for place, name in enumerate(names):
+        budget = (end - time.monotonic()) / (len(names) - place)
+        print(f"\n== {name} (at most about {max(budget, 0):.0f} s)", flush=True)
+        if budget <= 0:
+            failed[name] = "no time was left"
+            continue
+        try:
+            module = load(name)
+            record = harness.run(name, module.METRIC, module.cases, options, budget=budget)
+        except Exception as error:  # a wrong variant, or a library that is missing: name it, go on
+            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            traceback.print_exc()
+            continue
+        records.append(record)
+    return records, failed
