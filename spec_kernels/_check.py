@@ -20,27 +20,12 @@ IDS = (torch.int64, torch.int32)
 
 def floats_of(tensor: Tensor) -> tuple[torch.dtype, ...]:
     """Return the floating dtypes that caches and attention take on a tensor's device."""
-    return CPU_FLOATS if tensor.device.type == "cpu" else FLOATS
+    return CPU_FLOATS if tensor.is_cpu else FLOATS
 
 
 def describe(dtypes: Sequence[torch.dtype]) -> str:
     """Join dtype names the way messages print them: `float32/float16`."""
     return "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def fits(
-    tensor: object,
-    shape: Sequence[int | str],
-    dtype: torch.dtype | Sequence[torch.dtype],
-    device: torch.device | None,
-) -> bool:
-    """Tell quickly that `check` would pass: shape and dtype fully known, 0.4 us. May say no."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and (device is None or tensor.device == device)
-    )
 
 
 def check(
@@ -66,17 +51,15 @@ def check(
     Example:
         >>> check("num_nodes", torch.zeros(3, dtype=torch.int32), ["batch"], torch.int32)
     """
-    if fits(tensor, shape, dtypes, device):
-        return
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if not isinstance(tensor, Tensor):
-        _fail(TypeError, name, shape, allowed, type(tensor).__name__)
-    if not _has_shape(tensor.shape, shape):
-        _fail(ValueError, name, shape, allowed, tensor)
-    if tensor.dtype not in allowed:
-        _fail(TypeError, name, shape, allowed, tensor)
+        _fail(TypeError, name, shape, dtypes, type(tensor).__name__)
+    sizes, dtype = tensor.shape, tensor.dtype
+    if sizes != shape and not _has_shape(sizes, shape):
+        _fail(ValueError, name, shape, dtypes, tensor)
+    if dtype is not dtypes and (isinstance(dtypes, torch.dtype) or dtype not in dtypes):
+        _fail(TypeError, name, shape, dtypes, tensor)
     if device is not None and tensor.device != device:
-        _fail(ValueError, name, shape, allowed, tensor, device)
+        _fail(ValueError, name, shape, dtypes, tensor, device)
 
 
 def require(condition: bool, message: str) -> None:
@@ -98,11 +81,12 @@ def _fail(
     error: type[Exception],
     name: str,
     shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
+    dtypes: torch.dtype | Sequence[torch.dtype],
     got: Tensor | str,
     device: torch.device | None = None,
 ) -> NoReturn:
-    expected = f"{name} must be [{', '.join(map(str, shape))}] {describe(dtypes)}"
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    expected = f"{name} must be [{', '.join(map(str, shape))}] {describe(allowed)}"
     if isinstance(got, str):
         raise error(f"{expected}, got {got}")
     found = f"got {list(got.shape)} {describe((got.dtype,))}"

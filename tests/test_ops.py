@@ -25,6 +25,7 @@ from spec_kernels import (
     row_law,
     sample,
 )
+from spec_kernels.ops import _register
 from tests import attention_cases, test_cache_ops
 from tests.steps import NODES, Step
 
@@ -108,6 +109,30 @@ def recorded(call: Callable[[], Any]) -> tuple[torch._ops.OpOverload, tuple[Any,
     with Recorder() as recorder:
         call()
     return recorder.seen[-1]
+
+
+def is_direct(*args: Any) -> bool:
+    return _register._is_unwatched(args)
+
+
+def test_only_what_nobody_watches_passes_by_the_dispatcher() -> None:
+    plain, seen = torch.ones(2), []
+    leaf = torch.ones(2, requires_grad=True)
+    assert is_direct(plain, None, 1, 0.5, True, "block", [plain, plain])
+    assert not is_direct(plain, leaf)
+    assert not is_direct([plain, leaf])
+    assert not is_direct(torch.nn.Parameter(plain, requires_grad=False))
+    assert not is_direct(plain.to("meta"))
+    with Recorder():
+        assert not is_direct(plain)
+    with FakeTensorMode():
+        assert not is_direct(plain)
+    with torch.profiler.profile():
+        assert not is_direct(plain)
+    torch.vmap(lambda x: seen.append(is_direct(x)) or x)(plain)
+    assert seen == [False]
+    compiled = torch.compile(lambda x: x * is_direct(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(plain), plain * 0)
 
 
 @pytest.mark.parametrize("form", FORMS)

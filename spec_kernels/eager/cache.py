@@ -44,8 +44,12 @@ def append_cache(
         >>> cache.flatten()
         tensor([0., 0., 0., 5.])
     """
-    is_kept = (slots >= 0) & (slots < key_cache.shape[0] * key_cache.shape[1])
-    if not bool(is_kept.all()):
+    if not slots.numel():
+        return
+    end = key_cache.shape[0] * key_cache.shape[1]
+    lowest, highest = slots.aminmax()
+    if lowest.item() < 0 or highest.item() >= end:
+        is_kept = (slots >= 0) & (slots < end)
         slots, key = slots[is_kept], key[is_kept]
         value = None if value is None else value[is_kept]
     _append(key_cache, key, slots, key_scale)
@@ -56,7 +60,7 @@ def append_cache(
 def _append(cache: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None) -> None:
     """Write rows at slots that exist."""
     if cache.dtype not in LIMIT:
-        _write(cache, slots, rows.to(cache.dtype))
+        _write(cache, slots, rows if rows.dtype == cache.dtype else rows.to(cache.dtype))
         return
     x, limit = rows.float(), LIMIT[cache.dtype]
     if scale is not None and scale.dim() == 1:
@@ -73,7 +77,7 @@ def _append(cache: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None) ->
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     if cache.is_contiguous():  # whole rows are copied faster than by two indices
-        cache.view(cache.shape[0] * cache.shape[1], -1).index_copy_(0, slots, rows.flatten(1))
+        cache.flatten(0, 1).index_copy_(0, slots, rows)
     else:
         cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
 

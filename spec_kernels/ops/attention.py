@@ -245,9 +245,15 @@ def check_options(
         check("sinks", sinks, (heads,), floats_of(query), query.device)
     if window is not None and ancestors is not None and depths is None:
         raise ValueError("a window over a tree needs depths")
-    for name, value in (("window", window), ("max_seqlen_k", max_seqlen_k), ("softcap", softcap)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+    check_positive("window", window)
+    check_positive("max_seqlen_k", max_seqlen_k)
+    check_positive("softcap", softcap)
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Check an optional number."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")
 
 
 def check_scale(name: str, scale: Tensor | None, cache: Tensor, shape: tuple[int, ...]) -> None:
@@ -261,8 +267,11 @@ def check_scale(name: str, scale: Tensor | None, cache: Tensor, shape: tuple[int
 
 def refuse_grad(name: str, *tensors: Tensor | None) -> None:
     """Refuse tensors whose gradient would silently be lost."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise NotImplementedError(f"{name} has no gradient: call it under torch.no_grad()")
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            raise NotImplementedError(f"{name} has no gradient: call it under torch.no_grad()")
 
 
 # --------------------------------------------------------------------------- registration
