@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from spec_kernels._check import require
 from spec_kernels.nn.verifier import Verifier
@@ -156,7 +155,8 @@ class Run:
 
     Attributes:
         state: the sequences and parameters of the batch; None for an empty batch.
-        cache: the target's cache; `context_lens == state.lens - 1` between rounds.
+        cache: the target's cache; between rounds `context_lens` is `state.lens - 1`, or 0 where a
+            request has ended: its blocks are free.
         session: the proposer at work, or None.
     """
 
@@ -185,7 +185,7 @@ class Run:
         if self._ready or self.is_done:
             chunks, self._ready = self._ready, []
             return chunks
-        before = self.state.lens - 1
+        before = self._committed()
         try:
             with self._watch.part("draft"):
                 draft = self._propose()
@@ -196,10 +196,9 @@ class Run:
                 outcomes = self._read(draft, result)
             with self._watch.part("state"):
                 result = self._cut(result, outcomes)
-                self.cache.keep(result.path, result.accepted_lens)
+                self.cache.keep(result.path, result.accepted_lens, lens=self._committed(outcomes))
                 if self.session is not None:
-                    hidden = _by_node(output)
-                    self.session.commit(self.state, result, hidden)
+                    self.session.commit(self.state, result, output.by_node())
         except BaseException:
             self.cache.truncate(before)
             if self.session is not None:
@@ -243,6 +242,13 @@ class Run:
         if self.session is not None:
             self.session.prefill(self.state, index, tokens, hidden)
 
+    def _committed(self, outcomes: Sequence[_Outcome | None] = ()) -> list[int]:
+        """Return the rows of each request in the target's cache, behind these outcomes if any."""
+        lens = [0 if row.is_done else row.length - 1 for row in self._rows]
+        for index, outcome in enumerate(outcomes):
+            lens[index] += 0 if outcome is None else len(outcome.tokens)
+        return lens
+
     def _propose(self) -> Draft:
         """Draft within the budgets: r drafts and the token after them use r + 1."""
         gamma, rows = self._decoder.gamma, self._rows
@@ -257,15 +263,27 @@ class Run:
         """Run the target; ids that it does not have are the verifier's matter, not the model's."""
         target, session = self._decoder.target, self.session
         tokens = draft.tokens.long().clamp(0, target.vocab_size - 1)
+        self._reserve(draft)
         wanted = session is not None and session.wants_hidden
         return target.forward(
             tokens, draft.num_nodes, self.cache, parents=draft.parents, hidden=wanted
         )
 
+    def _reserve(self, draft: Draft) -> None:
+        """Make room for all nodes that there may be, where counting them would mean to wait."""
+        nodes = draft.tokens.shape[1]
+        if draft.parents is not None:
+            self.cache.extend(nodes)
+        if draft.tokens.device.type != "cpu":
+            chain = draft.parents is None
+            most = [min(nodes, r.limit - r.length) if chain else nodes for r in self._rows]
+            pairs = zip(most, self._rows, strict=True)
+            self.cache.reserve([0 if row.is_done else count for count, row in pairs])
+
     def _verify(self, draft: Draft, output: TargetOutput) -> Acceptance:
         state, logits = self.state, output.logits
         if state.adjust_ is not None:
-            row_request, row_node = _owners(output.row, logits.shape[0])
+            row_request, row_node = output.owners()
             state.adjust_(logits, row_request, draft.tokens, row_node, draft.parents)
         acceptance: Acceptance = self._decoder.verifier(
             draft,
@@ -312,9 +330,11 @@ class Run:
         state.lens = state.lens + is_token.sum(1, dtype=torch.int32)
         if self._adjustments is not None:
             self._adjustments.commit_(emitted)
-        for row, outcome in zip(self._rows, outcomes, strict=True):
+        for index, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
             if outcome is not None:
                 row.advance(outcome)
+                if outcome.finish_reason is not None:
+                    self.cache.free(index)
         state.longest = max(row.length for row in self._rows)
 
     def _report(self, outcomes: Sequence[_Outcome | None]) -> list[Chunk]:
@@ -409,22 +429,3 @@ class _Row:
         if outcome.text:
             self.texts.append(outcome.text)
         self.stats.count_tree(outcome.parents, outcome.path, len(outcome.tokens))
-
-
-def _owners(row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Invert `row [batch, nodes]`: the request and the node of each row of logits, or -1, 0."""
-    batch, nodes = row.shape
-    index = torch.where(row >= 0, row, rows).long()
-    request = torch.arange(batch, dtype=torch.int32, device=row.device)[:, None]
-    node = torch.arange(nodes, dtype=torch.int32, device=row.device)
-    row_request = torch.full((rows + 1,), -1, dtype=torch.int32, device=row.device)
-    row_node = torch.zeros_like(row_request)
-    row_request[index] = request.expand(batch, nodes)
-    row_node[index] = node.expand(batch, nodes)
-    row_request[rows] = -1
-    return row_request[:rows], row_node[:rows]
-
-
-def _by_node(output: TargetOutput) -> Tensor | None:
-    """Regroup hidden states `[rows, size]` by request and node."""
-    return None if output.hidden is None else output.hidden[output.row.clamp(min=0).long()]

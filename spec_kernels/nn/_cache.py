@@ -147,6 +147,10 @@ class KVCacheBase:
             self._widen(rows)
             self.max_rows = rows
 
+    def fill(self) -> None:
+        """Reserve all rows that requests may have, if there is room for all: then nobody has to
+        count them."""
+
     def tell(self, lens: Sequence[int]) -> None:
         """Tell the host the lengths as they are on the device; what is reserved stays."""
         self._known, self._lens = list(lens), list(lens)

@@ -104,6 +104,13 @@ class PagedKVCache(KVCacheBase):
         """Return the blocks that a request holds, in the order of its rows."""
         return tuple(self._lists.blocks[request])
 
+    def fill(self) -> None:
+        """Give every request all its blocks if `num_blocks` was None; otherwise do nothing."""
+        if self._is_elastic and min(self._ends) < self.max_rows:
+            ends = [self.max_rows] * self.batch
+            self._grow(self._known, ends)
+            self._ends = ends
+
     def _widen(self, rows: int) -> None:
         width = -(-rows // self.block_size)
         more = width - self._table.shape[1]

@@ -65,7 +65,8 @@ def open_cache(
 def make_room(cache: KVCache, num_nodes: Tensor, nodes: int, *, is_tree: bool) -> list[int] | None:
     """Reserve rows for the nodes where reading costs nothing, on a CPU; return their counts there.
 
-    On a GPU the caller has reserved them, and nothing is read: None.
+    On a GPU nothing is read: None. A cache with blocks enough for all gives them out; of another
+    one the caller has reserved the rows.
 
     Raises:
         OutOfBlocks: nothing changed.
@@ -74,6 +75,7 @@ def make_room(cache: KVCache, num_nodes: Tensor, nodes: int, *, is_tree: bool) -
     if is_tree:
         cache.extend(nodes)
     if num_nodes.device.type != "cpu":
+        cache.fill()
         return None
     cache.tell(cache.context_lens.tolist())
     counts: list[int] = num_nodes.clamp(0, nodes).tolist()
@@ -93,7 +95,8 @@ class Nodes:
         parents: `[batch, nodes] int32`, or None: chains.
         start: first node to compute; K/V of those before it are in place.
         contained: keep NaN and inf in the K/V of a node from those that must not see it; not for a
-            prompt, all of which is seen by what follows.
+            prompt, all of which is seen by what follows. Where the result can be looked at for
+            nothing, on a CPU, only when it shows that there are any: see `is_spoiled`.
 
     Attributes:
         row: `[batch, nodes] int32`, number of each new node among those computed; -1 elsewhere.
@@ -112,7 +115,8 @@ class Nodes:
         contained: bool = True,
     ) -> None:
         self._cache, self._num_nodes, self._parents = cache, num_nodes, parents
-        self._contained = contained and nodes - start > 1
+        self._may_leak = contained and nodes > 1
+        self._contained = self._may_leak and counts is None
         node = torch.arange(start, nodes, device=num_nodes.device).expand(cache.batch, -1)
         is_real = node < num_nodes[:, None]
         self._picked = None if counts is None else _real_places(counts, start, nodes, node.device)
@@ -214,6 +218,18 @@ class Nodes:
         )
         out = out if self._places is None else out[self._places]
         return out if poison is None else out + poison[:, None, None].to(out.dtype)
+
+    def is_spoiled(self, states: Tensor) -> bool:
+        """Return whether the forward must run again, since a faulty node may have spoiled others;
+        from then on faults are contained.
+
+        Args:
+            states: `[tokens, size]`, last hidden states: NaN in the K/V of a node ends up there.
+        """
+        if self._contained or not self._may_leak or bool(states.isfinite().all()):
+            return False
+        self._contained = True
+        return True
 
     def _see(self) -> Tensor:
         """Return which new nodes each one sees, `[tokens, tokens] bool`."""

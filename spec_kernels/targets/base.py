@@ -35,6 +35,29 @@ class TargetOutput(NamedTuple):
     row: Tensor
     hidden: Tensor | None = None
 
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """Return the request, or -1, and the node of each row of logits, `[rows] int32` each.
+
+        Example:
+            >>> row = torch.tensor([[0, -1], [2, 1]], dtype=torch.int32)
+            >>> TargetOutput(torch.zeros(4, 5), row).owners()
+            (tensor([ 0,  1,  1, -1], dtype=torch.int32), tensor([0, 1, 0, 0], dtype=torch.int32))
+        """
+        (batch, nodes), rows, device = self.row.shape, len(self.logits), self.row.device
+        index = torch.where(self.row >= 0, self.row, rows).long()
+        request = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+        node = torch.arange(nodes, dtype=torch.int32, device=device)
+        row_request = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
+        row_node = torch.zeros_like(row_request)
+        row_request[index] = request.expand(batch, nodes)
+        row_node[index] = node.expand(batch, nodes)
+        return row_request[:rows], row_node[:rows]
+
+    def by_node(self) -> Tensor | None:
+        """Return the hidden states by request and node, `[batch, nodes, size]`, if there are any;
+        arbitrary behind `num_nodes`."""
+        return None if self.hidden is None else self.hidden[self.row.clamp(min=0).long()]
+
 
 class Cache(Protocol):
     """The K/V of a batch of requests: one row per request, each with its own length.

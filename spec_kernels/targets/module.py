@@ -150,7 +150,10 @@ class ModuleTarget:
         counts = make_room(cache, num_nodes, nodes, is_tree=parents is not None)
         new = Nodes(cache, num_nodes, nodes, counts, parents=parents, start=start)
         ids = tokens[:, start:].clamp(min=0)
-        states = self._run(ids if counts is None else new.pick(ids)[None], new)
+        ids = ids if counts is None else new.pick(ids)[None]
+        states = self._run(ids, new)
+        if new.is_spoiled(states):
+            states = self._run(ids, new)
         return TargetOutput(self.module.head(states), new.row, states if hidden else None)
 
     def _run(self, ids: Tensor, new: Nodes) -> Tensor:
