@@ -18,6 +18,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -169,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "batch": 1,
         "gamma": GAMMA,
         "temperature": 0.0,
+        "sampling": "greedy",
+        "context": "the prompts' own, from position 0",
+        "command": "python -m benchmarks.bench_generate " + " ".join(arguments or sys.argv[1:]),
         "metric": f"tokens per {options.clock} second",
         **header,
         "results": results,

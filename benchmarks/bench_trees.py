@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "batch": len(requests),
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
+        "sampling": f"temperature {options.temperature}",
+        "gamma": DEPTH,
+        "context": "the prompts' own, from position 0",
+        "command": "python -m benchmarks.bench_trees " + " ".join(arguments or sys.argv[1:]),
         "dtype": "float32",
         "device": torch.cpu.get_capabilities().get("cpu_name") or platform.machine(),
         "torch": torch.__version__,

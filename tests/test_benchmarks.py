@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import harness, native
+from benchmarks import bench_accept, bench_scaling, compare, gpu, harness, native, report, suite
 from benchmarks.bench_accept import check, make_problem, ours, softmax_multinomial
-from spec_kernels import reference
+from benchmarks.workloads import WORKLOADS
+from spec_kernels import ops, reference
+from spec_kernels.types import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,19 @@ def test_native_acceptance_equals_the_reference(
             0.7,
         )
         assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [5, 8192, 20_000])
+def test_native_laws_and_draws_equal_the_reference(floors: native.Floors, vocab: int) -> None:
+    logits, coins = 3 * torch.randn(40, vocab), torch.rand(40, dtype=torch.float64)
+    law = reference.row_law(logits, SamplingParams.make(0.7), torch.zeros(40, dtype=torch.int32))
+    row_max, log_sum = floors.row_laws(logits, 0.7)
+    assert torch.equal(row_max, law.row_max.float())
+    assert torch.allclose(log_sum, law.log_sum.float(), atol=1e-5)
+    drawn = floors.sample(logits, row_max, log_sum, coins, 0.7)
+    expected = reference.sample(logits, law, coins=coins)[:, 0]
+    assert int((drawn != expected).sum()) <= 1  # a coin beside a boundary
 
 
 @pytest.mark.slow
@@ -94,3 +115,149 @@ def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install cmake"):
         native.build(tmp_path)
+
+
+def _case(**changes: Any) -> harness.Case:
+    settings = dict.fromkeys(harness.REQUIRED) | {"batch": 3}
+    fields = {"settings": settings, "variants": {"ours": lambda: None, "peer": "no peer here"}}
+    return harness.Case(**{**fields, "moved": 7, **changes})
+
+
+def test_a_row_names_what_it_depends_on() -> None:
+    row = harness.time_case(_case(), "cpu", repeats=2)
+    assert (row["batch"], row["bytes"], row["absent"]) == (3, 7, {"peer": "no peer here"})
+    assert set(row["times"]) == {"ours"}
+    settings = dict.fromkeys(set(harness.REQUIRED) - {"sampling"})
+    with pytest.raises(ValueError, match=r"must name \['sampling'\]"):
+        harness.time_case(_case(settings=settings), "cpu", repeats=2)
+
+
+def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = harness.Times(2.0, 4.0, 6.0)
+    monkeypatch.setattr(harness, "measure", lambda *_, **__: {"ours": times})
+    row = harness.time_case(_case(calls=4), "cpu", repeats=1)
+    assert row["times"]["ours"] == {"p20": 0.5, "p50": 1.0, "p80": 1.5}
+
+
+def test_a_suite_ends_in_time_and_names_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Endless:
+        METRIC = "seconds"
+
+        @staticmethod
+        def cases(options: harness.Options) -> Iterator[harness.Case]:
+            while True:
+                yield _case()
+
+    class Wrong(Endless):
+        @staticmethod
+        def cases(options: harness.Options) -> Iterator[harness.Case]:
+            raise AssertionError("peer: other tokens")
+
+    modules = {"endless": Endless, "wrong": Wrong}
+    monkeypatch.setattr(suite, "load", modules.__getitem__)
+    records, failed = suite.run_all(["wrong", "endless"], harness.Options(), 0.05)
+    assert failed == {"wrong": "AssertionError: peer: other tokens"}
+    (record,) = records
+    assert "were over" in record["left_out"]
+    assert report.missing_keys({**record, "benchmark": "law"}) == []
+    assert suite.run_all(["endless"], harness.Options(), -1.0)[1] == {"endless": "no time was left"}
+
+
+@pytest.mark.parametrize("name", [n for n in (*suite.OPERATIONS, *suite.OTHERS) if n != "cache"])
+def test_every_benchmark_checks_its_variants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda device: "not built for this test")
+    monkeypatch.setattr(bench_accept, "assisted", lambda problem: "its import takes seconds")
+    for w in WORKLOADS.values():
+        small = w._replace(batch=16, gamma=2, vocab=512, context=20, heads=2)
+        monkeypatch.setitem(WORKLOADS, w.name, small)
+    monkeypatch.setattr(bench_scaling, "SIZES", {"batch": 1, "gamma": 2, "vocab": 64})
+    monkeypatch.setattr(bench_scaling, "ACCEPT", {"vocab": (32,), "batch": (2,), "gamma": (1,)})
+    monkeypatch.setattr(bench_scaling, "ATTEND", {"nodes": (3,), "context": (16,)})
+    cases = list(suite.load(name).cases(harness.Options()))
+    assert len(cases) >= 1
+    for case in cases:
+        assert set(harness.REQUIRED) <= set(case.settings)
+        assert next(iter(case.variants)).startswith(("ours", "accept", "verify"))
+
+
+def test_a_benchmark_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda device: "not built for this test")
+    monkeypatch.setitem(WORKLOADS, "chat-8b", WORKLOADS["chat-8b"]._replace(vocab=512))
+    honest = ops.sample
+    monkeypatch.setattr(ops, "sample", lambda *args, **kwargs: honest(*args, **kwargs) + 1)
+    with pytest.raises(AssertionError, match="other tokens"):
+        list(suite.load("sample").cases(harness.Options()))
+
+
+def test_two_checkouts_take_turns() -> None:
+    asked: list[str] = []
+
+    class Fake:
+        def __init__(self, name: str, seconds: float) -> None:
+            self._name, self._seconds, self._rows = name, seconds, iter([{"benchmark": "law"}])
+
+        def ask(self, line: str) -> Any:
+            asked.append(f"{self._name} {line}")
+            return next(self._rows, None) if line == "next" else {"ours": self._seconds}
+
+    (row,) = compare.compare(Fake("base", 3.0), Fake("here", 2.0), 2)  # type: ignore[arg-type]
+    assert row["variants"]["ours"] == {"base": 3.0, "here": 2.0, "ratio": 1.5}
+    assert asked[2:6] == ["base turn", "here turn"] * 2
+
+
+@pytest.mark.slow
+def test_a_checkout_compares_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    compare.main(["HEAD", "dispatch", "--repeats", "1"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["operation"] for row in record["rows"]} >= {"accept", "sample"}
+    assert all(row["variants"]["ours"]["ratio"] > 0 for row in record["rows"])
+
+
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 2
+    assert capsys.readouterr().out == "make gpu: nothing can run here: torch finds no GPU\n"
+
+
+def test_tests_of_a_gpu_are_found() -> None:
+    found = {p.name for p in (ROOT / "tests").glob("test_*.py") if gpu._may_be_marked(p)}
+    assert {"test_accept.py", "test_law.py", "test_attention.py", "test_public_edges.py"} <= found
+
+
+def test_the_page_is_what_the_records_give() -> None:
+    assert report.stale(report.make(report.load())) == []
+
+
+def test_records_name_their_settings(tmp_path: Path) -> None:
+    for record in report.load():
+        assert report.missing_keys(record) == []
+    record = json.loads((harness.RESULTS / "trees.json").read_text())
+    del record["gamma"]
+    (tmp_path / "trees.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"trees\.json does not name gamma"):
+        report.load(tmp_path)
+
+
+def test_a_changed_number_makes_the_page_stale(tmp_path: Path) -> None:
+    files = {Path("a.md"): "1", Path("docs/plots/scaling-vocab.svg"): "2"}
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert report.stale(files, tmp_path) == []
+    assert report.stale({Path("a.md"): "3"}, tmp_path) == sorted(files)
+
+
+def test_plots_hold_every_point() -> None:
+    lines = {"ours": [(1.0, 10.0), (8.0, 80.0)], "peer": [(1.0, 20.0), (8.0, 900.0)]}
+    picture = report._svg.plot("Cost", "batch", "us", lines)
+    assert len(re.findall(r'r="3"', picture)) == 4
+    assert picture == report._svg.plot("Cost", "batch", "us", lines)
+    # one tick per power: 1, 2, 4, 8 across and 10, 100, 1000 upwards
+    assert picture.count('class="grid"') == 7
