@@ -98,8 +98,13 @@ class Decoder:
         self.gamma = gamma if proposer is not None else 0
         self.eos_ids = check_ids("eos_ids", eos_ids)
         self.detokenize = detokenize
-        replacement = getattr(proposer, "replacement", False)
-        self.verifier = Verifier(rule, replacement=replacement)
+        ids = getattr(proposer, "draft_to_target", None)
+        self.verifier = Verifier(
+            rule,
+            replacement=getattr(proposer, "replacement", False),
+            draft_to_target=ids,
+            vocab=None if ids is None else target.vocab_size,
+        )
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the outputs of all requests, in their order.
@@ -228,7 +233,7 @@ class Run:
             embed=target.embed,
             adjust_=None if self._adjustments is None else self._adjustments.apply_,
         )
-        self.cache = target.open(len(requests), capacity)
+        self.cache = self.state.cache = target.open(len(requests), capacity)
         if self._decoder.proposer is not None:
             self.session = self._decoder.proposer.open(self.state, capacity)
         with self._watch.part("prefill"):

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spec_kernels.targets.base import Cache
 from spec_kernels.tree import depths
 from spec_kernels.types import OK, PAD_TOKEN, Acceptance, Draft, SamplingParams
 
@@ -37,6 +38,8 @@ class DecodingState:
             row_node [rows] i32, parents [batch, nodes] i32 | None = None)`, or None if no request
             has any.
         embed: the target's input embeddings, `[...] int64` to `[..., size]`.
+        cache: the target's own cache. It is the target's to write; one that drafts with a part of
+            the target may let that part write behind the context, as the target does afterwards.
     """
 
     tokens: Tensor
@@ -48,6 +51,7 @@ class DecodingState:
     vocab_size: int
     embed: Callable[[Tensor], Tensor]
     adjust_: Callable[..., None] | None = None
+    cache: Cache | None = None
 
     @property
     def root_positions(self) -> Tensor:
@@ -116,7 +120,8 @@ class Session(Protocol):
 class Proposer(Protocol):
     """Makes sessions; holds no state of any batch.
 
-    One whose siblings are drawn with replacement says so by an attribute `replacement = True`.
+    One whose siblings are drawn with replacement says so by an attribute `replacement = True`; one
+    whose draft logits have columns of their own by `draft_to_target [draft_vocab] int64`.
     """
 
     def open(self, state: DecodingState, capacity: int) -> Session:

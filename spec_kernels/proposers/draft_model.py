@@ -21,7 +21,7 @@ from torch import Tensor
 from spec_kernels._check import require
 from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
-from spec_kernels.proposers.levels import Grower, Growing, num_nodes_of
+from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
 from spec_kernels.targets import Cache, Target
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
@@ -149,20 +149,14 @@ class DraftModelSession:
         self._fed = is_present.to(torch.int32)
         return logits
 
-    def _feed(
-        self,
-        tokens: Tensor,
-        parents: Tensor | None,
-        start: int,
-        nodes: list[int],
-        is_wanted: Tensor,
-    ) -> Tensor:
-        """Feed the nodes from `start` on; return the logits behind some of them."""
+    def _feed(self, shown: Shown) -> Tensor:
+        """Feed the nodes of a level; return the logits behind some of them."""
+        tokens, start = shown.tokens, shown.start
         count = num_nodes_of(tokens)
-        num_nodes = torch.where(is_wanted & (count > start), count, 0)
+        num_nodes = torch.where(shown.is_wanted & (count > start), count, 0)
         self._fed = torch.maximum(self._fed, num_nodes)
-        places = torch.tensor(nodes, device=tokens.device).expand(len(tokens), -1)
-        return self._forward(tokens, num_nodes, places, parents, start)
+        places = torch.tensor(shown.nodes, device=tokens.device).expand(len(tokens), -1)
+        return self._forward(tokens, num_nodes, places, shown.parents, start)
 
     def _forward(
         self,

@@ -38,10 +38,30 @@ CHILDREN: Final = ("sampled", "replacement", "fixed", "mixed")
 
 Tree = TreeTemplate | BestFirst | None
 
-Feed = Callable[[Tensor, Tensor | None, int, list[int], Tensor], Tensor]
-"""Take in the nodes from `start` on and return the logits behind some of them:
-`feed(tokens [batch, nodes] i64, parents [batch, nodes] i32 or None, start, nodes, is_wanted
-[batch])` gives `[batch, len(nodes), vocab]`, or `[batch, 1, vocab]` where all share a row."""
+
+class Shown(NamedTuple):
+    """A draft that grows, as it is shown to the proposer: its newest level is to be taken in.
+
+    Attributes:
+        tokens: `[batch, nodes] int64`, all nodes so far.
+        parents: `[batch, nodes] int32`, or None: chains.
+        start: first node of the newest level.
+        depth: of these nodes; the root has 0.
+        nodes: those of them that are to have children.
+        is_wanted: `[batch] bool`, requests that want children at this depth.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None
+    start: int
+    depth: int
+    nodes: list[int]
+    is_wanted: Tensor
+
+
+Feed = Callable[[Shown], Tensor]
+"""Return the logits behind `shown.nodes`, `[batch, nodes, vocab]`; or `[batch, 1, vocab]` where
+these nodes share a row."""
 
 
 class Growing:
@@ -182,8 +202,8 @@ class Grower:
             if depth_now + 1 < depth:
                 start, stop = template.levels[depth_now + 1]
                 known = None if parents is None else parents[:, :stop]
-                inner = template.inner(depth_now + 1)
-                logits = feed(tokens, known, start, inner, limits > depth_now + 1)
+                below, inner = depth_now + 1, template.inner(depth_now + 1)
+                logits = feed(Shown(tokens, known, start, below, inner, limits > below))
         return self._draft(tokens, parents, rows, levels)
 
     def _grow_best(
@@ -214,9 +234,9 @@ class Grower:
             growth.add(best, score[level.row])
             if depth_now + 1 < depth:
                 growth.expand()
-                nodes = list(range(*growth.level))
+                nodes, below = list(range(*growth.level)), depth_now + 1
                 shown = (growth.tokens, growth.parents)
-                logits = feed(*shown, nodes[0], nodes, limits > depth_now + 1)
+                logits = feed(Shown(*shown, nodes[0], below, nodes, limits > below))
         draft, self.places = growth.finish()
         return draft
 
@@ -236,6 +256,7 @@ class Grower:
             logits = logits.expand(-1, len(nodes), -1)
         rows = logits.shape[1]
         flat = logits.flatten(0, 1)
+        flat = flat.float() if flat.dtype == torch.float64 else flat
         if rows < len(nodes):
             is_wanted = is_wanted.any(1, keepdim=True)
         request = torch.arange(batch, dtype=torch.int32, device=device)[:, None]

@@ -4,6 +4,7 @@ from spec_kernels.targets.attention import KVCache, Nodes, make_room, open_cache
 from spec_kernels.targets.base import (
     Cache,
     ChainCache,
+    ExitTarget,
     Target,
     TargetOutput,
     TreeCache,
@@ -17,6 +18,7 @@ __all__ = [
     "Cache",
     "ChainCache",
     "DecoderModule",
+    "ExitTarget",
     "KVCache",
     "ModuleTarget",
     "Nodes",

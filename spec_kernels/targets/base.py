@@ -185,6 +185,23 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
+class ExitTarget(Target, Protocol):
+    """A target whose first layers can be run alone."""
+
+    def exit(self, layers: int) -> Target:
+        """Return the target that stops behind its first layers and applies its head there.
+
+        It shares the weights, and is driven with the caches that *this* target opens: it writes and
+        reads their first layers only, whose K/V are the same for both.
+
+        Raises:
+            ValueError: layers is not in 1..number of layers.
+            NotImplementedError: the model cannot stop early.
+        """
+        ...
+
+
 class ChainCache:
     """Lengths of a cache: all there is to keep where the accepted nodes already lie in place.
 

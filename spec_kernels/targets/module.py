@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from spec_kernels._check import require
 from spec_kernels.nn import KVShape
 from spec_kernels.targets.attention import KVCache, Nodes, make_room, open_cache
 from spec_kernels.targets.base import Cache, TargetOutput
@@ -33,6 +36,9 @@ class Attend(Protocol):
 class DecoderModule(Protocol):
     """What `ModuleTarget` asks of a plain torch.nn decoder.
 
+    One that can stop early takes `layers: int`, how many of its layers to run, as a further keyword
+    argument of its call, and returns what its head then reads.
+
     Attributes:
         num_layers, num_kv_heads, head_dim: shape of the cache.
         vocab_size: width of the logits.
@@ -49,7 +55,7 @@ class DecoderModule(Protocol):
         """Return the embeddings of `tokens`, `[batch, nodes] int64`."""
         ...
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, **options: Any) -> Tensor:
         """Return the last hidden states, `[batch, nodes, size]`."""
         ...
 
@@ -79,6 +85,7 @@ class ModuleTarget:
     ) -> None:
         self.module = module
         self._blocks = block_size, num_blocks
+        self._options: dict[str, Any] = {}
         assert isinstance(module, torch.nn.Module)
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
@@ -110,6 +117,18 @@ class ModuleTarget:
             block_size=self._blocks[0],
             num_blocks=self._blocks[1],
         )
+
+    def exit(self, layers: int) -> ModuleTarget:
+        """Return the target of the first layers; see `ExitTarget`."""
+        most = self.module.num_layers
+        require(1 <= layers <= most, f"layers must be in 1..{most}, got {layers}")
+        assert isinstance(self.module, torch.nn.Module)
+        if "layers" not in inspect.signature(self.module.forward).parameters:
+            name = type(self.module).__name__
+            raise NotImplementedError(f"{name} cannot stop early: its call takes no `layers`")
+        early = copy.copy(self)
+        early._options = {"layers": layers}
+        return early
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings."""
@@ -164,4 +183,5 @@ class ModuleTarget:
             out = new.attend(layer, *parts)
             return out.view(*ids.shape, *out.shape[1:])
 
-        return self.module(ids, new.positions.view(ids.shape), attend).flatten(0, 1)
+        positions = new.positions.view(ids.shape)
+        return self.module(ids, positions, attend, **self._options).flatten(0, 1)
