@@ -267,7 +267,7 @@ def run(
         command: what makes this record.
     """
     began, rows, left_out = time.monotonic(), [], ""
-    seconds = 8.0 if options.full else 2.0
+    seconds = 8.0 if options.full else 1.2
     for case in cases(options):
         rows.append(time_case(case, options.device, seconds=seconds, repeats=repeats))
         print_row(rows[-1])

@@ -122,7 +122,7 @@ def timed_row(row: Mapping[str, Any]) -> str:
         lines.append([name, spread, rate, roof, f"{ours.ratio_to(t):.2f}x"])
     table = _table(["", "us", "GB/s", "of read", "ours is"], lines)
     absent = "".join(f"\n- {name}: not run, {why}" for name, why in row["absent"].items())
-    return f"**{_named(row)}**\n\n{table}{absent}{chr(10) if absent else ''}"
+    return f"**{_named(row)}**\n\n{table}" + (f"{absent}\n" if absent else "")
 
 
 def timed(record: Mapping[str, Any]) -> str:
@@ -180,7 +180,8 @@ def scaling(record: Mapping[str, Any]) -> str:
             slope = math.log(last / first) / math.log(wide / x)
             cells = [f"{x:g}: {first:,.0f}", f"{wide:g}: {last:,.0f}", f"{slope:.2f}"]
             lines.append([variant, *cells])
-        fixed = _named(rows[0], ("sweep", sweep))
+        follows = ("gamma",) if sweep == "nodes" else ()  # of a chain: nodes - 1
+        fixed = _named(rows[0], ("sweep", sweep, *follows))
         table = _table(["", "smallest: us", "largest: us", "exponent"], lines)
         picture = f"![{sweep}](plots/scaling-{sweep}.svg)"
         parts.append(f"### Over {sweep}\n\n**{fixed}**\n\n{picture}\n\n{table}")

@@ -7,6 +7,8 @@ python -m benchmarks --write   # the same, and the records go to results/
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -17,6 +19,22 @@ from benchmarks import harness
 
 OPERATIONS = ("accept", "tree_accept", "law", "sample", "match", "cache", "mla")
 OTHERS = ("dispatch", "scaling")
+PROGRAMS = {
+    "attention": ("--contexts", "512", "2048", "--dtypes", "float32", "--repeats", "3"),
+    "generate": (
+        "--dtypes",
+        "float32",
+        "--kinds",
+        "copy",
+        "--max-new-tokens",
+        "32",
+        "--repeats",
+        "1",
+    ),
+    "trees": ("--prompts", "2", "--max-new-tokens", "8"),
+    "traffic": ("row_law",),
+}
+"""Benchmarks with tables of their own, and the arguments with which they take a minute."""
 
 
 def load(name: str) -> ModuleType:
@@ -48,3 +66,20 @@ def run_all(
             continue
         records.append(record)
     return records, failed
+
+
+def run_programs(seconds: float) -> dict[str, str]:
+    """Run the benchmarks of `PROGRAMS`, within `seconds`; return why some have no result."""
+    failed, end = {}, time.monotonic() + seconds
+    for place, (name, arguments) in enumerate(PROGRAMS.items()):
+        left = (end - time.monotonic()) / (len(PROGRAMS) - place)
+        print(f"\n== {name} (at most {max(left, 0):.0f} s)", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.bench_{name}", *arguments]
+        try:
+            done = subprocess.run(command, check=False, timeout=max(left, 0.0))
+        except subprocess.TimeoutExpired:
+            failed[name] = f"stopped after {left:.0f} s"
+            continue
+        if done.returncode:
+            failed[name] = f"ended with status {done.returncode}: {' '.join(command)}"
+    return failed
