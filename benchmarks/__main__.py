@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 import torch
 
 from benchmarks import harness, suite
 
 SECONDS = 420.0
-PROGRAMS = 420.0
+TOTAL = 840.0
 
 
 def main() -> int:
@@ -29,13 +30,14 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     options = harness.Options("cpu", chosen.full, chosen.compiled)
+    began = time.monotonic()
     names = chosen.names or [*suite.OPERATIONS, *suite.OTHERS]
     records, failed = suite.run_all(names, options, chosen.seconds)
     if chosen.write:
         for record in records:
             harness.write(record, "cpu")
     if not chosen.names:
-        failed |= suite.run_programs(PROGRAMS)
+        failed |= suite.run_programs(TOTAL - (time.monotonic() - began))
     for name, why in failed.items():
         print(f"not run: {name}: {why}")
     return 1 if failed else 0

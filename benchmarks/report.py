@@ -78,8 +78,8 @@ def load(folder: Path = harness.RESULTS) -> list[dict[str, Any]]:
         if missing := missing_keys(record):
             raise ValueError(f"{path.name} does not name {', '.join(missing)}")
         records.append({**record, "file": path.name})
-    order = list(TITLES)
-    return sorted(records, key=lambda r: order.index(r["benchmark"]))
+    order = {name: place for place, name in enumerate(TITLES)}
+    return sorted(records, key=lambda record: order.get(record["benchmark"], len(order)))
 
 
 def missing_keys(record: Mapping[str, Any]) -> list[str]:
@@ -89,7 +89,7 @@ def missing_keys(record: Mapping[str, Any]) -> list[str]:
     for key in harness.REQUIRED:
         if key not in record and any(key not in row for row in rows):
             missing.append(key)
-    return missing + ([] if record.get("benchmark") in TITLES else ["a known benchmark"])
+    return missing
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -226,8 +226,9 @@ def section(record: Mapping[str, Any]) -> str:
     shown = ("batch", "context", "gamma", "sampling", "threads", "commit", "date")
     facts = "; ".join(f"{k} {record[k]}" for k in shown if record.get(k) is not None)
     remark = f"{REMARKS[name]}\n\n" if name in REMARKS else ""
+    title = TITLES.get(name, name.replace("_", " ").capitalize())
     return (
-        f"## {TITLES[name]}\n\n{remark}`{record['command']}` on {record['device']}: "
+        f"## {title}\n\n{remark}`{record['command']}` on {record['device']}: "
         f"{record['metric']}; {facts} ([record](../benchmarks/results/{record['file']})).\n\n{body}"
     )
 
