@@ -76,7 +76,12 @@ def test_both_kinds_learn_from_the_text_that_the_model_wrote(
         )
         record = json.loads((tmp_path / kind / "weights" / "record.json").read_text())
         assert record["steps"] == 6
-        assert len(record["held_out"]["top1"]) == 3
+        held_out = record["held_out"]
+        assert len(held_out["top1"]) == 3
+        totals = torch.tensor(held_out["by_sequence"]).sum(0).tolist()
+        assert totals[0] == held_out["places"]
+        shares = [survivors / totals[0] for survivors in totals[1:]]
+        assert shares == pytest.approx(held_out["survival"], abs=1e-4)
         matrix = LlamaForCausalLM.from_pretrained(model_folder).lm_head.weight.detach()
         assert load_mtp(tmp_path / kind / "weights", matrix, matrix).draft_vocab == 9
     assert sorted(file.name for file in (tmp_path / "states").iterdir()) == [

@@ -243,14 +243,15 @@ def _train(
     few = Corpus(held_out.tokens[:8], held_out.hidden[:8], held_out.first[:8])
     task = bar.task("training", training.steps)
     seen: list[Acceptance] = []
-    every = max(training.steps // 10, 1)
+    every = max(training.steps // 4, 1)
 
     def report(step: int, losses: list[float]) -> None:
         if step % every == 0:
             seen[:] = [measure_acceptance(module, few, source.unembedding)]
         bar.set(task, step, _note(losses, seen[0] if seen else None))
 
-    return train(module, corpus, training, checkpoint=folder.checkpoint, report=report)
+    checkpoint = folder.checkpoint
+    return train(module, corpus, training, checkpoint=checkpoint, save_every=20, report=report)
 
 
 def _run(

@@ -103,7 +103,10 @@ def _claim(path: Path, settings: dict[str, Any]) -> None:
 
 
 def describe(acceptance: Acceptance) -> dict[str, Any]:
-    """Return what a record says of an acceptance, rounded to four digits."""
+    """Return what a record says of an acceptance, rounded to four digits.
+
+    `by_sequence` has a row per sequence: places, then those where 1, 2, ... depths were right.
+    """
 
     def rounded(values: list[float]) -> list[float]:
         return [round(value, 4) for value in values]
@@ -113,6 +116,10 @@ def describe(acceptance: Acceptance) -> dict[str, Any]:
         "top1": rounded(acceptance.top1),
         "survival": rounded(acceptance.survival),
         "kl": rounded(acceptance.loss),
+        "by_sequence": [
+            [len(hits), *hits.cumprod(1).sum(0).tolist()]
+            for hits in acceptance.hits.split(acceptance.sequence.bincount().tolist())
+        ],
     }
 
 
