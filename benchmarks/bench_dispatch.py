@@ -104,7 +104,7 @@ def cases(options: harness.Options) -> Iterator[harness.Case]:
             "sampling": "temperature 0.7, top-p 0.9",
         }
         variants = {"ours": without_work(name, options.device, call)}
-        yield harness.Case(settings, variants, 0, CALLS)
+        yield harness.Case(settings, variants, 0, CALLS, on_host=True)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def serve(arguments: Sequence[str]) -> None:
                 calls = {n: c for n, c in case.variants.items() if is_ours(n, c)}
                 result = {"benchmark": name, **case.settings}
         else:
-            times = harness.measure(calls, repeats=1, device=device)
+            clocked = "cpu" if case.on_host else device
+            times = harness.measure(calls, repeats=1, device=clocked)
             result = {name: t.p50 / case.calls for name, t in times.items()}
         print(json.dumps(result), file=answer, flush=True)
 

@@ -184,12 +184,14 @@ class Case(NamedTuple):
         variants: name to call, ours first; a str in place of a call says why it can't run here.
         moved: bytes that the operation has to move.
         calls: how often a variant calls the operation; times are of one.
+        on_host: whether the host's time counts, whatever the device.
     """
 
     settings: Mapping[str, Any]
     variants: Mapping[str, Call | str]
     moved: int
     calls: int = 1
+    on_host: bool = False
 
 
 Cases = Callable[[Options], Iterable[Case]]
@@ -217,6 +219,7 @@ def time_case(case: Case, device: str, *, seconds: float = 4.0, repeats: int = 0
     missing = [key for key in REQUIRED if key not in case.settings]
     if missing:
         raise ValueError(f"a row must name {missing}")
+    device = "cpu" if case.on_host else device
     calls = {name: call for name, call in case.variants.items() if not isinstance(call, str)}
     absent = {name: why for name, why in case.variants.items() if isinstance(why, str)}
     if not repeats:

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_accept, bench_scaling, compare, gpu, harness, native, report, suite
+from benchmarks import (
+    bench_accept,
+    bench_mla,
+    bench_scaling,
+    compare,
+    gpu,
+    harness,
+    native,
+    report,
+    suite,
+)
 from benchmarks.bench_accept import check, make_problem, ours, softmax_multinomial
 from benchmarks.workloads import WORKLOADS
 from spec_kernels import ops, reference
@@ -172,6 +182,7 @@ def test_every_benchmark_checks_its_variants(name: str, monkeypatch: pytest.Monk
     for w in WORKLOADS.values():
         small = w._replace(batch=16, gamma=2, vocab=512, context=20, heads=2)
         monkeypatch.setitem(WORKLOADS, w.name, small)
+    monkeypatch.setattr(bench_mla, "CONTEXTS", (16,))
     monkeypatch.setattr(bench_scaling, "SIZES", {"batch": 1, "gamma": 2, "vocab": 64})
     monkeypatch.setattr(bench_scaling, "ACCEPT", {"vocab": (32,), "batch": (2,), "gamma": (1,)})
     monkeypatch.setattr(bench_scaling, "ATTEND", {"nodes": (3,), "context": (16,)})
