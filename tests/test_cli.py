@@ -18,6 +18,7 @@ from spec_kernels import cli
 from spec_kernels.comparison import compare
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.integrations.transformers import TransformersTarget
+from spec_kernels.nn.mtp import MTPConfig, ParallelHeads, SequentialMTP, save_mtp
 from spec_kernels.proposers import NgramProposer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "home", "again"]
@@ -30,6 +31,9 @@ KEYS = {
     "settings",
 }
 SETTINGS = {"model", "batch", "context", "gamma", "rule", "temperature", "device", "versions"}
+
+
+DRAFT = ("--proposer", "draft", "--draft-model", "x")
 
 
 def save_model(folder: Path, layers: int, words: list[str]) -> Path:
@@ -94,6 +98,50 @@ def test_compare_adds_its_keys_and_agrees(model_folder: Path) -> None:
     assert record["speedup"] == pytest.approx(
         record["tokens_per_second"] / record["plain_tokens_per_second"]
     )
+
+
+@pytest.fixture(scope="module")
+def weights(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Untrained heads and modules for the tiny model, of a part of its vocabulary."""
+    folder, ids = tmp_path_factory.mktemp("weights"), torch.tensor([0, 2, 3, 5, 8, 9])
+    head = LlamaForCausalLM.from_pretrained(model_folder).lm_head.weight.detach()
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate_size": 8}
+    heads = ParallelHeads(MTPConfig("parallel", 16, 2), head, draft_to_target=ids)
+    config = MTPConfig("sequential", 16, 3, **sizes)
+    save_mtp(heads, folder / "heads")
+    save_mtp(SequentialMTP(config, head, head, draft_to_target=ids), folder / "mtp")
+    return {"heads": folder / "heads", "mtp": folder / "mtp"}
+
+
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_heads_and_modules_leave_the_output_as_it_is(
+    model_folder: Path, weights: dict[str, Path], rule: str
+) -> None:
+    temperature = 0.9 if rule == "coupled" else 0.0
+    options = ("--rule", rule, "--temperature", temperature, "--seed", 5, "the cat sat on the cat")
+    plain = generate(model_folder, "--proposer", "none", *options)["text"]
+    for name, gamma, tree, *more in (
+        ("heads", 2, "chain"),
+        ("heads", 1, "3 sampled", "--tree", "3"),
+        ("mtp", 3, "chain", "--compare"),
+        ("mtp", 2, "2,2 mixed", "--tree", "2,2", "--tree-children", "mixed"),
+        ("mtp", 3, "6 nodes", "--tree-nodes", 6),
+    ):
+        drafts = ("--proposer", name, "--proposer-weights", weights[name], *more)
+        record = generate(model_folder, *drafts, *options)
+        assert record["text"] == plain
+        settings = record["settings"]
+        assert [settings[key] for key in ("proposer", "gamma", "tree")] == [name, gamma, tree]
+        assert record.get("outputs_agree", True)
+
+
+def test_weights_of_the_other_kind_are_refused(
+    model_folder: Path, weights: dict[str, Path]
+) -> None:
+    options = ("--proposer", "heads", "--proposer-weights", weights["mtp"], "the cat")
+    result = run("generate", "--model", model_folder, *options)
+    assert result.exit_code == 2
+    assert "are of kind sequential: use --proposer mtp" in result.stderr
 
 
 @pytest.mark.parametrize("rule", ["block", "token", "coupled"])
@@ -171,9 +219,19 @@ def test_draft_model_that_is_the_target_is_always_accepted(model_folder: Path) -
         (("--seed", "-1", "hi"), "seed must be in [0"),
         (("--stop", "", "hi"), "stop_strings must not hold an empty string"),
         (("--proposer", "draft", "hi"), "--proposer draft needs --draft-model"),
-        (("--tree", "2,2", "hi"), "--tree needs --proposer draft"),
-        (("--proposer", "draft", "--draft-model", "x", "--tree", "2;2", "hi"), "tree must look"),
-        (("--tree-nodes", "1", "--model", "/no/such/place", "hi"), "no such directory"),
+        (("--tree", "2,2", "hi"), "--tree needs --proposer draft or heads or mtp or early-exit"),
+        ((*DRAFT, "--tree", "2;2", "hi"), "tree must look"),
+        ((*DRAFT, "--tree", "2", "--tree-nodes", "4", "hi"), "give one of them"),
+        ((*DRAFT, "--tree-children", "fixed", "hi"), "--tree-children needs --tree"),
+        (("--tree-nodes", "1", "hi"), "--tree-nodes must be in [2, 1024], got 1"),
+        (("--tree-nodes", "1025", "hi"), "--tree-nodes must be in [2, 1024], got 1025"),
+        (("--proposer", "none", "--tree-nodes", "9", "hi"), "--tree-nodes needs --proposer ngram"),
+        (("--draft-model", "x", "hi"), "--draft-model needs --proposer draft"),
+        (("--proposer-weights", "x", "hi"), "--proposer-weights needs --proposer heads or mtp"),
+        (("--proposer", "mtp", "--exit-layer", "2", "hi"), "needs --proposer early-exit"),
+        (("--proposer", "early-exit", "hi"), "--proposer early-exit needs --exit-layer"),
+        (("--proposer", "heads", "--proposer-weights", "/no", "hi"), "config.json does not exist"),
+        (("--proposer", "mtp", "--model", "/no", "hi"), "needs --proposer-weights for other"),
         (("   ",), "the prompt must not be empty"),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from spec_kernels.cli._common import progress
+from spec_kernels.cli._drafting import Drafting
 from spec_kernels.decoder import Decoder
-from spec_kernels.proposers import BestFirst, DraftModelProposer, NgramProposer, TreeTemplate
 
 
 @dataclass
@@ -20,12 +20,12 @@ class Setup:
     model: str
     target: Any
     tokenizer: Any
+    drafting: Drafting
     proposer: Any
     gamma: int
     rule: str
     dtype: str
     eos_ids: list[int]
-    tree: str
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -47,25 +47,14 @@ class Setup:
         )
 
 
-def load(
-    model: str,
-    draft_model: str | None,
-    proposer: str,
-    gamma: int,
-    rule: str,
-    dtype: str,
-    threads: int | None,
-    min_ngram: int,
-    tree: str | None = None,
-    nodes: int | None = None,
-    children: str = "sampled",
-) -> Setup:
-    if proposer == "draft" and draft_model is None:
-        raise ValueError("--proposer draft needs --draft-model DIRECTORY")
-    if tree is not None and (proposer != "draft" or nodes is not None):
-        raise ValueError("--tree needs --proposer draft and no --tree-nodes")
-    shape = None if tree is None else TreeTemplate.parse(tree)
-    gamma = gamma if shape is None else min(gamma, shape.depth)
+def load(model: str, drafting: Drafting, rule: str, dtype: str, threads: int | None) -> Setup:
+    """Load what a command names.
+
+    Raises:
+        ValueError: the options do not fit together, before anything is loaded; or a model is
+            missing, or does not fit.
+    """
+    drafting.check(model)
     if threads is not None:
         torch.set_num_threads(threads)
     with progress() as say:
@@ -80,32 +69,23 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded, tokenizer = smollm2.load(model, dtype=dtype, device=device, progress=say)
         target = TransformersTarget(loaded)
-        drafts: Any = None
-        if proposer == "ngram":
-            drafts = NgramProposer(max(4, min_ngram), min_ngram, nodes=nodes)
-        elif proposer == "draft":
-            assert draft_model is not None
-            small, other = smollm2.load(
-                draft_model, dtype=loaded.dtype, device=device, progress=say
-            )
+
+        def load_draft(name: str) -> TransformersTarget:
+            small, other = smollm2.load(name, dtype=loaded.dtype, device=device, progress=say)
             if other.get_vocab() != tokenizer.get_vocab():
-                raise ValueError(f"{draft_model} has another tokenizer than {model}")
-            best = None if nodes is None else BestFirst(nodes, depth=max(gamma, 1))
-            drafts = DraftModelProposer(
-                TransformersTarget(small),
-                padded_vocab=True,
-                tree=best if shape is None else shape.parents,
-                children=children,
-            )
+                raise ValueError(f"{name} has another tokenizer than {model}")
+            return TransformersTarget(small)
+
+        proposer, gamma = drafting.make(model, loaded, target, load_draft)
     eos = getattr(loaded.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
     return Setup(
         model=model,
         target=target,
         tokenizer=tokenizer,
-        proposer=drafts,
+        drafting=drafting,
+        proposer=proposer,
         gamma=gamma,
         rule=rule,
         dtype=str(loaded.dtype).removeprefix("torch."),
         eos_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
-        tree=f"{tree} {children}" if tree else f"{nodes} nodes" if nodes else "chain",
     )

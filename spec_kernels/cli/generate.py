@@ -25,13 +25,12 @@ from spec_kernels.cli._common import (
     friendly_errors,
     versions,
 )
+from spec_kernels.cli._drafting import ChildrenName, Drafting, ProposerName
 from spec_kernels.cli._setup import Setup, load
 from spec_kernels.comparison import Comparison, TimedRun, compare
 from spec_kernels.decoder import Request
 
-ProposerName = Literal["ngram", "draft", "none"]
 RuleName = Literal["block", "token", "coupled"]
-ChildrenName = Literal["sampled", "replacement", "fixed", "mixed"]
 
 
 def _stream(setup: Setup, request: Request) -> TimedRun:
@@ -101,8 +100,8 @@ def _report(setup: Setup, request: Request, timed: TimedRun, result: Comparison 
     table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in parts.items()))
     table.add_row("finished by", timed.result.finish_reason)
     described = _settings(setup, request)
-    keys = ("model", "dtype", "device", "threads", "rule", "gamma", "tree", "temperature")
-    settings = "  ".join(f"{key} {described[key]}" for key in (*keys, "context"))
+    keys = ("model", "dtype", "device", "threads", "proposer", "rule", "gamma", "tree")
+    settings = "  ".join(f"{key} {described[key]}" for key in (*keys, "temperature", "context"))
     return Group(table, Text(settings, style="dim"))
 
 
@@ -111,9 +110,10 @@ def _settings(setup: Setup, request: Request) -> dict[str, Any]:
         "model": setup.model,
         "batch": 1,
         "context": len(request.prompt),
-        "gamma": setup.gamma if setup.proposer is not None else 0,
+        "proposer": setup.drafting.proposer,
+        "gamma": setup.gamma,
         "rule": setup.rule,
-        "tree": setup.tree,
+        "tree": setup.drafting.shape,
         "temperature": request.temperature,
         "device": device_name(setup.target.device),
         "versions": versions(),
@@ -161,6 +161,13 @@ def generate(
     draft_model: Annotated[
         str | None, typer.Option(help="Directory of the model for --proposer draft.")
     ] = None,
+    proposer_weights: Annotated[
+        str | None,
+        typer.Option(help="Directory of the weights for --proposer heads or mtp."),
+    ] = None,
+    exit_layer: Annotated[
+        int | None, typer.Option(help="Layers of the model that draft for --proposer early-exit.")
+    ] = None,
     gamma: Gamma = 8,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Token budget.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
@@ -172,14 +179,15 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; repeatable.")] = None,
     min_ngram: Annotated[int, typer.Option(min=1, help="Shortest match of ngram.")] = 2,
     tree: Annotated[
-        str | None, typer.Option(help="Children by depth, as 4,2,2: a tree of the draft model.")
+        str | None, typer.Option(help="Children by depth, as 4,2,2: a tree of drafts with laws.")
     ] = None,
     tree_nodes: Annotated[
-        int | None, typer.Option(help="Nodes of a tree of ngram, or of the draft model's best.")
+        int | None, typer.Option(help="Nodes of a tree that grows where drafts are likely.")
     ] = None,
     tree_children: Annotated[
-        ChildrenName, typer.Option(help="How the siblings of --tree are chosen.")
-    ] = "sampled",
+        ChildrenName | None,
+        typer.Option(help="How the siblings of --tree are chosen (default: sampled)."),
+    ] = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     chat: Annotated[
@@ -206,8 +214,18 @@ def generate(
             seed=seed,
             stop_strings=stop or (),
         )
-        shape = (tree, tree_nodes, tree_children)
-        setup = load(model, draft_model, proposer, gamma, rule, dtype, threads, min_ngram, *shape)
+        drafting = Drafting(
+            proposer=proposer,
+            gamma=gamma,
+            draft_model=draft_model,
+            weights=proposer_weights,
+            exit_layer=exit_layer,
+            min_ngram=min_ngram,
+            tree=tree,
+            nodes=tree_nodes,
+            children=tree_children,
+        )
+        setup = load(model, drafting, rule, dtype, threads)
         from spec_kernels.integrations.prompts import encode_prompt
 
         use_chat = bool(setup.tokenizer.chat_template) if chat is None else chat
@@ -227,7 +245,7 @@ def demo(
     with friendly_errors():
         from spec_kernels.integrations.prompts import DEMO_PROMPTS
 
-        setup = load(model, None, "ngram", gamma, "block", dtype, threads, 2)
+        setup = load(model, Drafting(gamma=gamma), "block", dtype, threads)
         for prompt in DEMO_PROMPTS:
             OUT.rule(prompt.name)
             OUT.print(Text(prompt.text, style="dim"), soft_wrap=True)
