@@ -82,6 +82,8 @@ class Problem:
 
     def flex(self, options: harness.Options) -> Any:
         """Return FlexAttention's call, or why there is none."""
+        if not options.compiled:
+            return harness.NOT_COMPILED
         sees = self.sees
 
         def visible(b: Tensor, h: Tensor, node: Tensor, place: Tensor) -> Tensor:

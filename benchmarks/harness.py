@@ -194,13 +194,14 @@ class Case(NamedTuple):
     on_host: bool = False
 
 
+NOT_COMPILED = "asked for by --compiled"
 Cases = Callable[[Options], Iterable[Case]]
 
 
 def compiled(function: Callable[..., object], arguments: Sequence[Any], options: Options) -> Any:
     """Return a call of the compiled function, or why there is none."""
     if not options.compiled:
-        return "asked for by --compiled"
+        return NOT_COMPILED
     call = torch.compile(function, dynamic=False)
     try:
         call(*arguments)

@@ -143,9 +143,16 @@ def test_a_row_names_what_it_depends_on() -> None:
 
 
 def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = harness.Times(2.0, 4.0, 6.0)
-    monkeypatch.setattr(harness, "measure", lambda *_, **__: {"ours": times})
-    row = harness.time_case(_case(calls=4), "cpu", repeats=1)
+    clocked: list[str] = []
+
+    def measure(calls: object, *, repeats: int, device: str) -> dict[str, harness.Times]:
+        clocked.append(device)
+        return {"ours": harness.Times(2.0, 4.0, 6.0)}
+
+    monkeypatch.setattr(harness, "measure", measure)
+    harness.time_case(_case(on_host=True), "cuda", repeats=1)
+    row = harness.time_case(_case(calls=4), "cuda", repeats=1)
+    assert clocked == ["cpu", "cuda"]
     assert row["times"]["ours"] == {"p20": 0.5, "p50": 1.0, "p80": 1.5}
 
 
