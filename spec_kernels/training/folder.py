@@ -118,7 +118,7 @@ def describe(acceptance: Acceptance) -> dict[str, Any]:
         "kl": rounded(acceptance.loss),
         "by_sequence": [
             [len(hits), *hits.cumprod(1).sum(0).tolist()]
-            for hits in acceptance.hits.split(acceptance.sequence.bincount().tolist())
+            for hits in torch.split(acceptance.hits, acceptance.sequence.bincount().tolist())
         ],
     }
 
