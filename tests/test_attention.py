@@ -267,6 +267,29 @@ def test_columns_behind_the_64th_count() -> None:
     assert (with_keys[..., 64:] != 0.0).all()
 
 
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_eager_bits_do_not_depend_on_what_else_is_asked_for(
+    dtype: torch.dtype, block_size: int
+) -> None:
+    """Neither on lse nor on a window that cuts nothing nor on other requests."""
+    case = Case((40, 40, 300), (1, 4, 6), block_size=block_size, dtype=dtype)
+    args, keywords = make(case)
+    out, _ = eager.verify_attention(*args, **keywords)
+    alone, _ = eager.verify_attention(*args, **{**keywords, "return_lse": False, "window": 400})
+    assert torch.equal(out, alone)
+    query, keys, values, context_lens, cu, most = args
+    for b, (first, last) in enumerate(zip(cu.tolist(), cu[1:].tolist(), strict=False)):
+        caches = (keys, values) if block_size else (keys[b : b + 1], values[b : b + 1])
+        table = keywords["block_table"]
+        own, _ = eager.verify_attention(
+            query[first:last], *caches, context_lens[b : b + 1], cu[b : b + 2] - first, most,
+            block_table=None if table is None else table[b : b + 1],
+            ancestors=keywords["ancestors"][first:last], depths=keywords["depths"][first:last],
+        )  # fmt: skip
+        assert torch.equal(own, out[first:last])
+
+
 # --------------------------------------------------------------------------- merging
 
 

@@ -86,8 +86,8 @@ def verify_attention(
         NotImplementedError: an argument requires grad under grad mode; there is no gradient.
 
     Note:
-        Sums are float32; weights are rounded to the dtype of query before they meet the values
-        (GPU). Dead slots are never used, NaN in them does no harm. A row depends on its request
+        Sums are float32; weights may be rounded to the dtype of query before they meet the values
+        (GPU: always). Dead slots are never used, NaN in them does no harm. A row depends on its request
         alone (GPU: given max_seqlen_q, which chooses the tile of rows). With `invariant` the root
         of a tree has the bits that it has alone, and nodes of a chain those of the same tokens
         decoded one at a time later. Nodes off the first branch cannot: after compaction their keys
