@@ -35,6 +35,16 @@ BINS_PER_NAT: Final = 128
 LOG2_E: Final = math.log2(math.e)
 
 
+def to_float32(value: float) -> float:
+    """Round to float32."""
+    return ctypes.c_float(value).value
+
+
+COLDEST: Final = to_float32(GREEDY_TEMPERATURE)
+HOTTEST: Final = to_float32(MAX_TEMPERATURE)
+"""Temperatures of sampled rows, as parameters hold them."""
+
+
 class RowLaw(NamedTuple):
     """The fields of `Law` for one row, as Python numbers."""
 
@@ -66,12 +76,12 @@ class RowParams(NamedTuple):
 
     def is_greedy(self) -> bool:
         """Say whether the temperature is below the bound, which is a float32 value too."""
-        return self.temperature < to_float32(GREEDY_TEMPERATURE)
+        return self.temperature < COLDEST
 
     def is_in_range(self) -> bool:
         """Say whether every parameter is; comparisons with NaN are false."""
         return (
-            0.0 <= self.temperature <= to_float32(MAX_TEMPERATURE)
+            0.0 <= self.temperature <= HOTTEST
             and 0.0 < self.top_p <= 1.0
             and 0.0 <= self.min_p <= 1.0
         )
@@ -82,11 +92,6 @@ class Weights(NamedTuple):
 
     ids: Tensor | None  # [kept] int64, None = every id
     mass: Tensor  # [kept] or [vocab] float32
-
-
-def to_float32(value: float) -> float:
-    """Round to float32."""
-    return ctypes.c_float(value).value
 
 
 def float32_below(cutoff: float) -> float:

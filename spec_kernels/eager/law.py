@@ -36,7 +36,7 @@ from spec_kernels.eager._rows import (
     value_reaching,
     values_from,
 )
-from spec_kernels.types import OK, TOP_P_SLACK, Law, SamplingParams
+from spec_kernels.types import OK, PAD_TOKEN, TOP_P_SLACK, Law, SamplingParams
 
 
 def tile_stats(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> float:
@@ -122,14 +122,24 @@ class RowReader:
         law: given laws, or the parameters of the requests that rows belong to, or None if the
             rows are probabilities.
         width: the dense vectors of this reader end in zeros up to this length.
+        finds_argmax: whether computed laws of sampled rows name their argmax, which takes longer
+            than the maximum and matters for greedy rows only.
     """
 
-    def __init__(self, logits: Tensor, law: Law | SamplingParams | None, width: int = 0) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        law: Law | SamplingParams | None,
+        width: int = 0,
+        *,
+        finds_argmax: bool = False,
+    ) -> None:
         self.logits = logits.detach()
         self.rows, self.vocab = logits.shape
         self.holds_probabilities = law is None
         self._laws: list[RowLaw] | None = None
         self._params: list[RowParams] = []
+        self._finds_argmax = finds_argmax
         if isinstance(law, SamplingParams):
             self._params = row_params(law)
         elif law is not None:
@@ -233,11 +243,13 @@ class RowReader:
         if not 0 <= request < len(self._params) or not self._params[request].is_in_range():
             return INVALID
         params, values = self._params[request], self._values(row)
-        argmax = first_argmax(values)  # of a NaN if there is one
-        row_max = float(values[argmax])
-        if not math.isfinite(row_max):
+        is_greedy, argmax = params.is_greedy(), PAD_TOKEN
+        if is_greedy or self._finds_argmax:
+            argmax = first_argmax(values)
+        row_max = float(values.amax() if argmax == PAD_TOKEN else values[argmax])
+        if not math.isfinite(row_max):  # NaN if any logit is
             return INVALID
-        if params.is_greedy():
+        if is_greedy:
             return RowLaw(0.0, row_max, row_max, 0.0, argmax, OK)
         inv_temperature = params.inv_temperature
         if params.has_filter(self.vocab):
@@ -269,7 +281,7 @@ def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
         >>> float(law.cutoff), float(law.row_max), int(law.argmax)
         (2.0, 3.0, 1)
     """
-    reader = RowReader(logits, params)
+    reader = RowReader(logits, params, finds_argmax=True)
     laws = [reader.law(row, request) for row, request in enumerate(row_request.tolist())]
     columns: list[tuple[float, ...]] = list(zip(*laws, strict=True)) or [()] * len(Law._fields)
     dtypes = (torch.float32,) * 4 + (torch.int64, torch.int32)
