@@ -1,9 +1,9 @@
 """One way to register an operation: schema, fake result, and the layer that the device decides.
 
 `Library.define / impl / register_fake` costs less a call than `torch.library.custom_op`. What
-remains, five microseconds and more with the number of arguments, is the price of being seen by
-compilers, modes and transforms. Plain calls, which nothing of that kind watches, go to the layer
-directly: the same function with the same arguments.
+remains grows with the number of arguments, and is the price of being seen by compilers, modes and
+transforms. Calls that nothing of that kind watches go to the layer directly: the same function with
+the same arguments.
 """
 
 from __future__ import annotations
