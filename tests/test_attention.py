@@ -200,6 +200,16 @@ def test_rows_that_see_nothing_are_exact_zeros(name: str, sinks: bool) -> None:
     torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_eager_rows_that_see_nothing_in_the_dtype_of_sums() -> None:
+    """Torch's fused attention, whose own lse serves in float32, gives such rows an lse of 0."""
+    args, keywords = make(Case((0, 4), (2, 1), block_size=0, dtype=torch.float32))
+    keywords["ancestors"][:2] = 0
+    out, lse = eager.verify_attention(*args, **keywords)
+    assert (out[:2] == 0.0).all()
+    assert (lse[:2] == -math.inf).all()
+    assert (lse[2] > -math.inf).all()
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_empty_calls(name: str) -> None:
     args, keywords = make(Case((3, 0), (0, 0), dim=16))
