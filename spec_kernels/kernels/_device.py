@@ -136,6 +136,23 @@ def column_stride(rows: Tensor) -> int:
     return stride
 
 
+def target_of(tensor: Tensor) -> tuple[str, Any]:
+    """Return backend and architecture that launches on this tensor's device compile for."""
+    if tensor.device.type == "cpu":  # interpreted or emulated
+        return "cuda", 80
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend, target.arch
+
+
+def allow_registers(tensor: Tensor) -> dict[str, int]:
+    """Option of the launches that hold much: on NVIDIA's chips, all registers of a thread.
+
+    Left alone, `ptxas` stops some of them at 128 and spills. AMD's compiler knows no such option,
+    and needs none.
+    """
+    return {} if target_of(tensor)[0] == "hip" else {"maxnreg": 255}
+
+
 @triton.jit
 def is_sampled(temperature):
     """Not greedy and in range; false for NaN."""

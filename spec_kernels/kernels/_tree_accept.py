@@ -46,6 +46,7 @@ from spec_kernels.kernels._device import (
     OK,
     PAD_TOKEN,
     TileConfig,
+    allow_registers,
     column_stride,
 )
 from spec_kernels.kernels._tree import (
@@ -425,19 +426,6 @@ def select_rounds(rule: str, batch: int, nodes: int, tiles: int) -> RoundsConfig
     return RoundsConfig(2 if rule == "token" else 4, step)
 
 
-def allow_registers(tensor: Tensor, num_warps: int) -> dict[str, int]:
-    """Option of the launches that both walk and make passes, and of all with eight warps.
-
-    Left alone, `ptxas` stops them at 128 registers and spills. With these bars three programs of
-    four warps, or one of eight, share a multiprocessor. AMD's compiler knows no such option, and
-    needs none.
-    """
-    most = {"maxnreg": 168 if num_warps <= 4 else 255}
-    if tensor.device.type == "cpu":  # interpreted or emulated
-        return most
-    return {} if triton.runtime.driver.active.get_current_target().backend == "hip" else most
-
-
 def make_plan(like: Tensor, batch: int, nodes: int, has_stats: bool) -> Plan:
     """Allocate a plan."""
     law = None
@@ -499,7 +487,7 @@ def accept_trees(
         "NODES": max(2, triton.next_power_of_2(nodes)),
         "num_warps": num_warps,
     }
-    walks = {**shared, **allow_registers(inputs.target_logits, num_warps)}
+    walks = {**shared, **allow_registers(inputs.target_logits)}
     if nodes > 256:
         shared = walks
     shape = {"SOURCE": source, "SHAPE": (config.chunks, config.lanes, config.width)}

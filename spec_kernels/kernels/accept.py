@@ -60,6 +60,7 @@ from spec_kernels.kernels._device import (
     config_of,
     first_argmax,
     take,
+    target_of,
 )
 from spec_kernels.kernels._residual import draw_final, mass_at_argmax, residual_at, sum_tiles
 from spec_kernels.kernels._tree_accept import accept_trees, match_tree_kernel
@@ -433,9 +434,8 @@ def match_kernel(
 def select_step(tiles: int) -> int:
     """Choose how many tiles a program of `residual_mass` sums one after another.
 
-    Every program repeats the accept scan, about 500 instructions a thread or 8 per id of a tile.
-    Four tiles a program share it once 512 programs, four for each of 128 processors, are left. The
-    choice doesn't show in the results: each tile has a sum of its own.
+    Every program repeats the accept scan, about 500 instructions a thread; tiles share it once 512
+    programs are left, four for each of 128 processors. No result shows it: each tile has its sum.
 
     Args:
         tiles: of all rows of the step.
@@ -505,8 +505,7 @@ def _arguments(
 
 
 def residual_mass(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Sum the residuals, and p itself, tile by tile: per node, or under the token rule per
-    request."""
+    """Sum the residuals, and p itself, by tile: per node, or under the token rule per request."""
     batch, nodes = arguments["inputs"].tokens.shape
     tiles = arguments["tiles"]
     slots, places = batch * nodes, nodes
@@ -568,6 +567,8 @@ def accept(
         return outputs
     arguments = _arguments(inputs, max_depth, config, rule, source)
     residual, plain = residual_mass(arguments)
+    if config.width == 1 and target_of(target_logits) < ("cuda", 90):  # there four warps spill
+        arguments["num_warps"] *= 2
     decide_kernel[(draft.tokens.shape[0],)](
         outputs=outputs,
         residual_ptr=residual,

@@ -37,7 +37,7 @@ from spec_kernels.kernels._attention import (
     merge_splits_kernel,
     verify_split_kernel,
 )
-from spec_kernels.kernels._device import LN2, LOG2E, NEG_INF
+from spec_kernels.kernels._device import LN2, LOG2E, NEG_INF, allow_registers, target_of
 
 SPLIT = 1024
 """Positions per split: partial results are a twelfth of the keys and values of 64 rows."""
@@ -71,6 +71,7 @@ def select_config(
     *,
     is_paged: bool = True,
     is_plain: bool = True,
+    is_padded: bool = False,
 ) -> Config:
     """Choose the tile by the number of rows, the padded head dim, the dtype and the chip.
 
@@ -78,7 +79,8 @@ def select_config(
     |---|---|---|
     | rows | 16, 32, 64; 128 up to dim 128 | 128 rows at 64 would read the cache twice |
     | dim <= 128, 64 rows | 4 warps; 8 on sm_80, or with a window or soft cap | 4 spill there |
-    | dim <= 128, 128 rows | 8 warps; 32 positions on sm_80 | 4 warps, or 64 there, spill |
+    | dim <= 128, 128 rows | 8 warps | 4 warps spill |
+    | the same on AMD, sm_80 | 32 positions; 16 on sm_80 if padded | more spill |
     | dim 256 | 32 positions, 8 warps from 32 rows | more doesn't fit the registers |
     | latents (dim 512) | 32 positions, up to 32 rows, 8 warps from 32 | 64 rows spill |
     | paged | 5 stages | two buffers for K and V behind the load of the block number |
@@ -93,6 +95,7 @@ def select_config(
         target: ("cuda", 80) or ("hip", "gfx942").
         is_paged: block numbers are loaded first.
         is_plain: neither window nor soft cap.
+        is_padded: head dims are no powers of two.
 
     Example:
         >>> select_config(64, 128, torch.bfloat16, ("cuda", 90))
@@ -110,17 +113,11 @@ def select_config(
         return Config(block_m, 32 if wide else 16, 8, stages if wide or is_amd else 2)
     if dim <= 128:
         narrow = 64 if is_amd or (arch > 80 and is_plain) else 32
-        block_n = 32 if block_m == 128 and arch == 80 else 64
+        block_n = 64
+        if block_m == 128 and (is_amd or arch == 80):
+            block_n = 16 if is_padded and not is_amd else 32
         return Config(block_m, block_n, 4 if block_m <= narrow else 8, stages)
     return Config(block_m, 32, 4 if block_m == 16 or is_amd else 8, stages)
-
-
-def target_of(tensor: Tensor) -> tuple[str, Any]:
-    """Return backend and architecture that launches on this tensor's device compile for."""
-    if tensor.device.type == "cpu":  # interpreted or emulated
-        return "cuda", 80
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend, target.arch
 
 
 def select_unit(*tensors: Tensor) -> int:
@@ -275,6 +272,7 @@ def attend(
         target_of(query),
         is_paged=is_paged,
         is_plain=options.window is None and options.softcap is None,
+        is_padded=not dim == query.shape[2] == v_dim,
     )
     if options.invariant:
         config = config._replace(block_m=min(config.block_m, 64))
@@ -323,6 +321,7 @@ def attend(
             FORM=form,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **allow_registers(query),
             **fusion,
         )
     merge_splits_kernel[(tokens, heads)](

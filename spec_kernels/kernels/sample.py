@@ -35,6 +35,7 @@ from spec_kernels.kernels._device import (
     PAD_TOKEN,
     STREAM_COUPLED,
     align,
+    allow_registers,
     column_stride,
     config_of,
     exponential_of,
@@ -582,6 +583,7 @@ def _race(
         excluded_ptr=excluded,
         tiles=tiles,
         TILES=triton.next_power_of_2(tiles),
+        **allow_registers(logits),
         **races,
         **_sizes(tokens, excluded),
     )
