@@ -6,6 +6,11 @@
     ideal speed-up      = E / (1 + gamma * c)
     practical speed-up  = E / (v(gamma) + gamma * c + o)
 
+A proposer that has nothing to say in some rounds, as n-gram lookup where nothing matches, leaves a
+plain step there: with drafts in a share `d` of the rounds
+
+    practical speed-up  = (1 + d * (E - 1)) / (1 + d * (v(gamma) - 1 + o) + gamma * c)
+
 All costs are in units of one plain decode step of the same batch and context: `c` is one draft
 step, `v(gamma)` one verification of gamma + 1 tokens per request, `o` what remains of a round
 (sampling, tensor moves, cache state) beyond what a plain step has of it. A single alpha describes
@@ -177,37 +182,65 @@ class StepCosts:
 
     def verify(self, tokens: int) -> float:
         """Return the cost of a forward over `tokens` tokens per request."""
+        if tokens in self.v:
+            return self.v[tokens]
         widths = sorted(self.v)
-        if tokens in self.v or len(widths) == 1:
-            return self.v[tokens] if tokens in self.v else self.v[widths[0]]
+        if len(widths) == 1:
+            return self.v[widths[0]]
         high = next((i for i, width in enumerate(widths) if width > tokens), len(widths) - 1)
         low, high = widths[max(high - 1, 0)], widths[max(high, 1)]
         slope = (self.v[high] - self.v[low]) / (high - low)
         return self.v[low] + slope * (tokens - low)
 
-    def round(self, gamma: int, tokens: int | None = None) -> float:
-        """Return the cost of a round with gamma draft steps, verifying `tokens` (gamma + 1)."""
+    def round(self, gamma: int, tokens: int | None = None, *, drafted: float = 1.0) -> float:
+        """Return the mean cost of a round with gamma draft steps, verifying `tokens` (gamma + 1)
+        where there are drafts: in a share `drafted` of the rounds."""
         width = gamma + 1 if tokens is None else tokens
-        return self.verify(width) + gamma * self.c + (self.o if width > 1 else 0.0)
+        plain = self.verify(1)
+        extra = self.verify(width) - plain + self.o if width > 1 else 0.0
+        return plain + drafted * extra + gamma * self.c
 
 
-def practical_speedup(alpha: Alpha, gamma: int, costs: StepCosts) -> float:
+def practical_speedup(alpha: Alpha, gamma: int, costs: StepCosts, *, drafted: float = 1.0) -> float:
     """Return the speed-up over plain decoding at the costs of a real machine.
 
     Args:
-        alpha: one acceptance, or one per position.
+        alpha: one acceptance, or one per position, where there are drafts.
         gamma: drafts per round; 0 is plain decoding.
         costs: `StepCosts` of this batch and context.
+        drafted: share of the rounds in which there are drafts.
+
+    Raises:
+        ValueError: as `survival`, or drafted is outside [0, 1].
 
     Example:
         >>> costs = StepCosts({1: 1.0, 9: 1.5}, c=0.0, o=0.05)
         >>> round(practical_speedup(0.8, 8, costs), 3)
         2.793
     """
-    return expected_tokens(alpha, gamma) / costs.round(gamma)
+    return speedups(alpha, costs, max_gamma=gamma, drafted=drafted)[gamma]
 
 
-def best_gamma(alpha: Alpha, costs: StepCosts, *, max_gamma: int) -> tuple[int, float]:
+def speedups(
+    alpha: Alpha, costs: StepCosts, *, max_gamma: int, drafted: float = 1.0
+) -> list[float]:
+    """Return the practical speed-up of gamma = 0, 1, ..., max_gamma; see `practical_speedup`.
+
+    Example:
+        >>> [round(gain, 3) for gain in speedups(0.5, StepCosts({1: 1.0, 3: 1.2}), max_gamma=2)]
+        [1.0, 1.364, 1.458]
+    """
+    _require(0.0 <= drafted <= 1.0, f"drafted must be in [0, 1], got {drafted}")
+    tokens = accumulate(survival(alpha, max_gamma), initial=0.0)  # beyond the target's own
+    return [
+        (1.0 + drafted * extra) / costs.round(gamma, drafted=drafted)
+        for gamma, extra in enumerate(tokens)
+    ]
+
+
+def best_gamma(
+    alpha: Alpha, costs: StepCosts, *, max_gamma: int, drafted: float = 1.0
+) -> tuple[int, float]:
     """Return the gamma of the highest practical speed-up, and that speed-up.
 
     Every gamma is tried: v need not be convex (a CPU may take longer for 3 tokens than for 4). Ties
@@ -217,12 +250,13 @@ def best_gamma(alpha: Alpha, costs: StepCosts, *, max_gamma: int) -> tuple[int, 
         alpha: one acceptance, or one per position; max_gamma of them.
         costs: `StepCosts` of this batch and context.
         max_gamma: largest gamma tried.
+        drafted: share of the rounds in which there are drafts.
 
     Example:
         >>> best_gamma(0.6, StepCosts({1: 1.0, 9: 1.4}, c=0.1), max_gamma=8)[0]
         2
     """
-    gains = [practical_speedup(alpha, gamma, costs) for gamma in range(max_gamma + 1)]
+    gains = speedups(alpha, costs, max_gamma=max_gamma, drafted=drafted)
     best = max(range(len(gains)), key=gains.__getitem__)
     return best, gains[best]
 

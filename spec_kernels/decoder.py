@@ -17,15 +17,16 @@ request does not depend on its neighbours, and a round that failed can be repeat
 
 from __future__ import annotations
 
-import operator
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 
 from spec_kernels._check import require
+from spec_kernels.adaptive import GammaPolicy, Judged
+from spec_kernels.cost_model import StepCosts
 from spec_kernels.nn.verifier import Verifier
 from spec_kernels.proposers.base import (
     DecodingState,
@@ -60,6 +61,10 @@ class Decoder:
         target: the model.
         proposer: where drafts come from; None = plain decoding.
         gamma: most drafts that a request may accept in a round: length of a chain, depth of a tree.
+            "auto": chosen before each round, 0 included, from what rounds cost and accept
+            (`spec_kernels.adaptive`); sampled text of a seed then depends on the clock.
+        max_gamma: largest gamma of "auto".
+        costs: v, c and o for "auto", so that outputs can be repeated; None = measured.
         rule: "block" (most tokens per round), "token", or "coupled" (a seeded output is the same
             with and without speculation, whatever the proposer and gamma).
         eos_ids: ids that end every request.
@@ -67,7 +72,7 @@ class Decoder:
 
     Raises:
         TypeError: gamma is no integer.
-        ValueError: gamma is negative, or the rule is unknown.
+        ValueError: gamma is negative, max_gamma below 1, or the rule unknown.
 
     Example:
         >>> from spec_kernels.targets import TableTarget
@@ -85,17 +90,18 @@ class Decoder:
         target: Target,
         proposer: Proposer | None = None,
         *,
-        gamma: int = 4,
+        gamma: int | Literal["auto"] = 4,
+        max_gamma: int = 8,
+        costs: StepCosts | None = None,
         rule: str = "block",
         eos_ids: Sequence[int] = (),
         detokenize: Detokenize | None = None,
     ) -> None:
-        gamma = operator.index(gamma)
-        require(gamma >= 0, f"gamma must be at least 0, got {gamma}")
+        self.policy = GammaPolicy(gamma, max_gamma, costs)
         require(rule in RULES, f"rule must be one of {', '.join(RULES)}, got {rule!r}")
         self.target, self.rule = target, rule
-        self.proposer = proposer if gamma > 0 else None
-        self.gamma = gamma if proposer is not None else 0
+        self.proposer = proposer if self.policy.most > 0 else None
+        self.gamma = self.policy.most if proposer is not None else 0
         self.eos_ids = check_ids("eos_ids", eos_ids)
         self.detokenize = detokenize
         ids = getattr(proposer, "draft_to_target", None)
@@ -163,6 +169,7 @@ class Run:
         cache: the target's cache; between rounds `context_lens` is `state.lens - 1`, or 0 where a
             request has ended: its blocks are free.
         session: the proposer at work, or None.
+        pace: the gammas of the rounds, and what the rounds cost.
     """
 
     def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
@@ -176,6 +183,9 @@ class Run:
         ]
         self._adjustments: Adjustments | None = None
         self.session: Session | None = None
+        self.pace = decoder.policy.open(
+            len(requests), decoder.target.device, has_proposer=decoder.proposer is not None
+        )
         if requests:
             self._open(requests)
 
@@ -191,6 +201,7 @@ class Run:
             chunks, self._ready = self._ready, []
             return chunks
         before = self._committed()
+        self._watch.lap()  # what a round that failed has left
         try:
             with self._watch.part("draft"):
                 draft = self._propose()
@@ -211,6 +222,8 @@ class Run:
             raise
         with self._watch.part("state"):
             self._advance(result, outcomes)
+        judged = [Judged.of(o.parents, o.path) for o in outcomes if o is not None]
+        self.pace.end(draft, judged, self._watch.lap())
         return self._report(outcomes)
 
     @torch.no_grad()
@@ -256,7 +269,8 @@ class Run:
 
     def _propose(self) -> Draft:
         """Draft within the budgets: r drafts and the token after them use r + 1."""
-        gamma, rows = self._decoder.gamma, self._rows
+        rows = self._rows
+        gamma = self.pace.begin(max(r.limit - r.length - 1 for r in rows if not r.is_done))
         limits = [-1 if r.is_done else min(gamma, r.limit - r.length - 1) for r in rows]
         most = torch.tensor(limits, dtype=torch.int32, device=self.state.lens.device)
         if self.session is None:

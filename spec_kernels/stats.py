@@ -310,6 +310,39 @@ def _reach(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
 
 
+class Lap:
+    """The parts of one round, as a `Stopwatch` measured them."""
+
+    def __init__(self, parts: Sequence[tuple[str, float | _Events]]) -> None:
+        self._parts = parts
+
+    def seconds(self) -> Seconds | None:
+        """Return the time of each part, or None while the device is still at one; never waits."""
+        total = Seconds()
+        for name, time_ in self._parts:
+            if isinstance(time_, _Events) and not time_.is_over:
+                return None
+            spent = time_.seconds() if isinstance(time_, _Events) else time_
+            setattr(total, name, getattr(total, name) + spent)
+        return total
+
+
+class _Events(NamedTuple):
+    """Begin and end of a part on a CUDA device."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def seconds(self) -> float:
+        """Return the time between them; both must have happened."""
+        return float(self.begin.elapsed_time(self.end)) / 1000.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has passed the end."""
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+
 class Stopwatch:
     """Measures the parts of a round; on a CUDA device by events, so that nothing waits.
 
@@ -317,34 +350,43 @@ class Stopwatch:
         >>> watch = Stopwatch(torch.device("cpu"))
         >>> with watch.part("draft"):
         ...     pass
-        >>> watch.seconds().draft >= 0.0
-        True
+        >>> watch.seconds().draft >= 0.0, watch.lap().seconds().verify
+        (True, 0.0)
     """
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
         self._done = Seconds()
-        self._open: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: list[tuple[str, _Events]] = []
+        self._lap: list[tuple[str, float | _Events]] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add the time of the block to the part `name` of `Seconds`."""
         if self._events:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
+            events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[no-untyped-call]
+            events.begin.record()
             yield
-            end.record()
-            self._open.append((name, begin, end))
+            events.end.record()
+            self._open.append((name, events))
+            self._lap.append((name, events))
             return
         start = time.perf_counter()
         yield
-        self._add(name, time.perf_counter() - start)
+        spent = time.perf_counter() - start
+        self._add(name, spent)
+        self._lap.append((name, spent))
+
+    def lap(self) -> Lap:
+        """Return the parts since the last lap, and begin another one."""
+        parts, self._lap = self._lap, []
+        return Lap(parts)
 
     def seconds(self) -> Seconds:
         """Return what was measured so far; waits for the device if it must."""
-        for name, begin, end in self._open:
-            end.synchronize()
-            self._add(name, begin.elapsed_time(end) / 1000.0)
+        for name, events in self._open:
+            events.end.synchronize()
+            self._add(name, events.seconds())
         self._open.clear()
         return Seconds(**vars(self._done))
 

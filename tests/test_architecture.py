@@ -29,7 +29,7 @@ STAGES = {
 
 GROUND = {"types", "_check", "tree"}
 LOOP = GROUND | {"ops", "nn", "proposers", "targets", "stats", "cost_model", "decoder"}
-LOOP |= {"requests", "stopping"}
+LOOP |= {"adaptive", "requests", "stopping"}
 ARROWS = {
     "_check": set(),
     "types": {"_check"},
@@ -43,6 +43,7 @@ ARROWS = {
     "proposers": GROUND | {"ops", "nn", "targets"},
     "stats": GROUND,
     "cost_model": set(),
+    "adaptive": GROUND | {"stats", "cost_model"},
     "requests": GROUND | {"ops", "stats"},
     "stopping": GROUND | {"requests"},
     "decoder": LOOP,

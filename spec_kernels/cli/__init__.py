@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from spec_kernels.cli import bench, generate, train
+from spec_kernels.cli import bench, generate, plan, train
 
 app = typer.Typer(
     add_completion=False,
@@ -17,5 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Speculative decoding, verified exactly.",
 )
-for command in (generate.generate, generate.demo, bench.bench, bench.info, train.train_mtp):
+for command in (generate.generate, generate.demo, plan.plan, bench.bench, bench.info):
     app.command()(command)
+app.command()(train.train_mtp)

@@ -26,6 +26,23 @@ Dtype = Annotated[DtypeName, typer.Option(help="auto = bfloat16 where the device
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 
+def parse_gamma(text: str) -> int:
+    """Read a gamma; that of "auto" is the largest one it may choose.
+
+    Raises:
+        ValueError: it is neither "auto" nor a number from 0 on.
+
+    Example:
+        >>> parse_gamma("4"), parse_gamma("auto")
+        (4, 8)
+    """
+    if text == "auto":
+        return 8
+    if not text.isdecimal():
+        raise ValueError(f"--gamma must be auto or a number from 0 on, got {text!r}")
+    return int(text)
+
+
 @contextlib.contextmanager
 def friendly_errors() -> Iterator[None]:
     """Turn what a user can cause into one line on stderr and exit code 2."""

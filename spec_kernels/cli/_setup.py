@@ -26,6 +26,7 @@ class Setup:
     rule: str
     dtype: str
     eos_ids: list[int]
+    is_adaptive: bool = False  # gamma is then the largest one
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -40,7 +41,8 @@ class Setup:
         return Decoder(
             self.target,
             proposer,
-            gamma=self.gamma,
+            gamma="auto" if self.is_adaptive and speculative else self.gamma,
+            max_gamma=max(self.gamma, 1),
             rule=self.rule,
             eos_ids=self.eos_ids,
             detokenize=self.detokenize,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,10 +23,12 @@ from spec_kernels.cli._common import (
     Threads,
     device_name,
     friendly_errors,
+    parse_gamma,
     versions,
 )
 from spec_kernels.cli._drafting import ChildrenName, Drafting, ProposerName
 from spec_kernels.cli._setup import Setup, load
+from spec_kernels.cli.plan import Profile
 from spec_kernels.comparison import Comparison, TimedRun, compare
 from spec_kernels.decoder import Request
 
@@ -96,6 +98,9 @@ def _report(setup: Setup, request: Request, timed: TimedRun, result: Comparison 
     table.add_row("tokens per round", f"{stats.mean_accepted_length:.2f} ({stats.steps} rounds)")
     rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position) or "no drafts"
     table.add_row("accepted by position", rates)
+    if setup.is_adaptive:
+        counts = sorted(timed.run.pace.rounds.items())
+        table.add_row("rounds by gamma", "  ".join(f"{gamma}: {n}" for gamma, n in counts))
     parts = vars(stats.seconds)
     table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in parts.items()))
     table.add_row("finished by", timed.result.finish_reason)
@@ -111,7 +116,7 @@ def _settings(setup: Setup, request: Request) -> dict[str, Any]:
         "batch": 1,
         "context": len(request.prompt),
         "proposer": setup.drafting.proposer,
-        "gamma": setup.gamma,
+        "gamma": "auto" if setup.is_adaptive else setup.gamma,
         "rule": setup.rule,
         "tree": setup.drafting.shape,
         "temperature": request.temperature,
@@ -132,6 +137,8 @@ def _json(setup: Setup, request: Request, timed: TimedRun, result: Comparison | 
         "mean_accepted_length": stats.mean_accepted_length,
         "acceptance_by_position": stats.acceptance_by_position,
         "acceptance_matrix": vars(stats.matrix),
+        "rounds_by_gamma": dict(sorted(timed.run.pace.rounds.items())),
+        "profile": asdict(Profile.of(timed, result)),
         "seconds": vars(stats.seconds),
         "settings": _settings(setup, request),
         "finish_reason": timed.result.finish_reason,
@@ -168,7 +175,9 @@ def generate(
     exit_layer: Annotated[
         int | None, typer.Option(help="Layers of the model that draft for --proposer early-exit.")
     ] = None,
-    gamma: Gamma = 8,
+    gamma: Annotated[
+        str, typer.Option(help="Most drafts per round; 0 = plain decoding; or auto, up to 8.")
+    ] = "8",
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Token budget.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
@@ -216,7 +225,7 @@ def generate(
         )
         drafting = Drafting(
             proposer=proposer,
-            gamma=gamma,
+            gamma=parse_gamma(gamma),
             draft_model=draft_model,
             weights=proposer_weights,
             exit_layer=exit_layer,
@@ -226,6 +235,7 @@ def generate(
             children=tree_children,
         )
         setup = load(model, drafting, rule, dtype, threads)
+        setup.is_adaptive = gamma == "auto" and setup.proposer is not None
         from spec_kernels.integrations.prompts import encode_prompt
 
         use_chat = bool(setup.tokenizer.chat_template) if chat is None else chat

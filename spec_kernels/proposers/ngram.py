@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import require
-from spec_kernels.proposers.base import DecodingState
+from spec_kernels.proposers.base import DecodingState, root_draft
 from spec_kernels.tree import MAX_NODES
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
@@ -69,6 +69,8 @@ class NgramProposer:
 
     def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
         """Draft fixed tokens up to `limits[b]` deep; none where nothing matches."""
+        if gamma == 0:
+            return root_draft(state, limits)
         places = 1 if self.nodes is None else _PLACES
         row = state.tokens[:, : state.longest]
         tokens, found = ngram_lookup(
