@@ -38,7 +38,7 @@ def text(ids: Any) -> str:
 
 
 def decoder_of(kind: str, target: ModuleTarget) -> Decoder:
-    return Decoder(target, PROPOSERS[kind](target), gamma=4, detokenize=text)
+    return Decoder(target, PROPOSERS[kind](paged()), gamma=4, detokenize=text)
 
 
 @remember
