@@ -326,6 +326,7 @@ def law_no_machine(package: Path) -> list[str]:
     for path in sorted(package.parent.rglob("*")):
         relative = path.relative_to(package.parent)
         hidden = any(p.startswith(".") and p != ".ci" for p in relative.parts)
+        hidden = hidden or relative.parts[0] in ("build", "dist")  # made here, not committed
         text = path.suffix in (".py", ".md", ".toml", ".txt", ".cu", ".cpp", ".json", ".sh")
         text = text or path.name in ("Makefile", "run")
         if hidden or not text or not path.is_file() or path == Path(__file__).resolve():

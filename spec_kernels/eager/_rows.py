@@ -111,6 +111,12 @@ def row_params(params: SamplingParams) -> list[RowParams]:
     return [RowParams(*p) for p in zip(temperature.tolist(), inverse, *lists, strict=True)]
 
 
+def exponentials(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> Tensor:
+    """Write the weights of every id to `out`, and return it."""
+    torch.sub(values, row_max, out=out)
+    return out.mul_(inv_temperature * LOG2_E).exp2_()
+
+
 def tile_sums(weights: Tensor) -> list[float]:
     """Return the sum of every tile of `TILE` weights, at least one; a short one comes last."""
     whole = weights.numel() // TILE * TILE

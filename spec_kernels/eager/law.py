@@ -25,6 +25,7 @@ from spec_kernels.eager._rows import (
     RowLaw,
     RowParams,
     Weights,
+    exponentials,
     first_argmax,
     float32_below,
     group_maxima,
@@ -47,13 +48,7 @@ def tile_stats(values: Tensor, row_max: float, inv_temperature: float, out: Tens
         >>> tile_stats(values, 1.0, 0.5, out), out
         (2.0, tensor([1., 1.]))
     """
-    return math.fsum(tile_sums(_exponentials(values, row_max, inv_temperature, out)))
-
-
-def _exponentials(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> Tensor:
-    """Write the weights of every id to `out`, and return it."""
-    torch.sub(values, row_max, out=out)
-    return out.mul_(inv_temperature * LOG2_E).exp2_()
+    return math.fsum(tile_sums(exponentials(values, row_max, inv_temperature, out)))
 
 
 def _top_p_cutoff(
@@ -122,8 +117,7 @@ class RowReader:
         law: given laws, or the parameters of the requests that rows belong to, or None if the
             rows are probabilities.
         width: the dense vectors of this reader end in zeros up to this length.
-        finds_argmax: whether computed laws of sampled rows name their argmax, which takes longer
-            than the maximum and matters for greedy rows only.
+        finds_argmax: whether computed laws of sampled rows name their argmax: not for free.
     """
 
     def __init__(
@@ -181,7 +175,7 @@ class RowReader:
         if law.cutoff > -math.inf:
             return self._filtered(self._values(row), law.cutoff, law.row_max, law.inv_temperature)
         if self._weighed != (row, law.inv_temperature):
-            _exponentials(self._values(row), law.row_max, law.inv_temperature, self._buffer)
+            exponentials(self._values(row), law.row_max, law.inv_temperature, self._buffer)
             self._weighed = (row, law.inv_temperature)
         return Weights(None, self._buffer)
 
@@ -231,11 +225,11 @@ class RowReader:
         ids = ids_from(values, group_maxima(values), cutoff)
         if ids is not None:
             mass = torch.empty(ids.numel(), device=values.device)
-            _exponentials(values[ids], row_max, inv_temperature, mass)
+            exponentials(values[ids], row_max, inv_temperature, mass)
             return Weights(ids, mass)
         self._weighed = None
         kept = torch.threshold_(self._buffer.copy_(values), float32_below(cutoff), -math.inf)
-        _exponentials(kept, row_max, inv_temperature, self._buffer)
+        exponentials(kept, row_max, inv_temperature, self._buffer)
         return Weights(None, self._buffer)
 
     def _compute(self, row: int, request: int) -> RowLaw:

@@ -87,8 +87,8 @@ def verify_attention(
 
     Note:
         Sums are float32; weights may be rounded to the dtype of query before they meet the values
-        (GPU: always). Dead slots are never used, NaN in them does no harm. A row depends on its request
-        alone (GPU: given max_seqlen_q, which chooses the tile of rows). With `invariant` the root
+        (GPU: always). Dead slots are never used, NaN in them does no harm. A row depends on its
+        request alone (GPU: given max_seqlen_q, which sets the row tile). With `invariant` the root
         of a tree has the bits that it has alone, and nodes of a chain those of the same tokens
         decoded one at a time later. Nodes off the first branch cannot: after compaction their keys
         lie at other positions, and are summed in another order. No synchronisation.
