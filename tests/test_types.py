@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_kernels import MAX_TEMPERATURE, SamplingParams, invert_id_map
-from spec_kernels._check import FLOATS, check, fits
+from spec_kernels._check import FLOATS, check
 
 
 def test_numbers_spread_over_the_batch() -> None:
@@ -112,20 +112,3 @@ def test_check_names_the_tensor_what_was_expected_and_what_came() -> None:
         with pytest.raises(error) as caught:
             check("draft_logits", tensor, shape, dtypes, torch.device("cpu"))
         assert f"draft_logits must be {message}" in str(caught.value)
-
-
-def test_the_quick_way_says_yes_only_where_everything_is_known_and_fits() -> None:
-    tensors: list[Any] = [
-        torch.zeros(3),
-        torch.zeros(3, dtype=torch.int32),
-        torch.zeros(2),
-        torch.zeros(3, 1),
-        torch.zeros(3, device="meta"),
-        None,
-    ]
-    cpu = torch.device("cpu")
-    assert [fits(t, (3,), torch.float32, cpu) for t in tensors] == [True] + [False] * 5
-    assert [fits(t, (3,), torch.float32, None) for t in tensors] == [True] + [False] * 3 + [
-        True,
-        False,
-    ]
