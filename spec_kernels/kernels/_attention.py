@@ -108,6 +108,7 @@ class Form(NamedTuple):
         query_unit, cache_unit: elements in one unit of their strides.
         qk_dim, v_dim, rope_dim: columns; qk_block, v_block, rope_block: padded to powers of two.
         shares: values are the first columns of the keys.
+        has_tree, has_depths: ancestor words and depths of the nodes are given.
         has_window, has_softcap: options.
         bytes: how the cache is read: "" as its dtype, "e4m3" bits of an 8-bit float.
         token_scales: a scale per token and head.
@@ -129,6 +130,8 @@ class Form(NamedTuple):
     rope_dim: int
     rope_block: int
     shares: bool
+    has_tree: bool
+    has_depths: bool
     has_window: bool
     has_softcap: bool
     bytes: str
@@ -137,14 +140,15 @@ class Form(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a program.
+    """The rows of a program. For an absent pointer another one stands in, which is never read:
+    functions of Triton 3.6 can't return None.
 
     Attributes:
         query, query_rope: their queries.
         node, depth: `[BLOCK_M] i32`, of each row.
         ok: `[BLOCK_M]`, the row exists.
-        words: `[BLOCK_M]` pointers to ancestor words, or None.
-        depths: pointer to the depths of the request's nodes, or None.
+        words: `[BLOCK_M]` pointers to ancestor words.
+        depths: pointer to the depths of the request's nodes.
     """
 
     query: Any
@@ -157,11 +161,11 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Pointers to one KV head of one request, and its extent.
+    """Pointers to one KV head of one request, and its extent. Absent ones: as in `Rows`.
 
     Attributes:
         key_ptr, value_ptr, key_scale_ptr, value_scale_ptr: at slot 0.
-        table_ptr: the request's row of the block table, or None.
+        table_ptr: the request's row of the block table.
         context, end: positions of the context, and of context and nodes.
     """
 
@@ -185,7 +189,7 @@ def decode_e4m3(byte):
 
 @triton.jit
 def load_rows(base, row, first, ok, dtype, DIM: tl.constexpr, BLOCK: tl.constexpr,
-              MASKED: tl.constexpr, BYTES: tl.constexpr):  # fmt: skip
+              MASKED: tl.constexpr, IS_E4M3: tl.constexpr):  # fmt: skip
     """Columns `first ..` of cache rows in the dtype of the queries; 0 where `ok` is false."""
     column = tl.arange(0, BLOCK)
     place = base + row[:, None] + (first + column)[None, :]
@@ -196,7 +200,7 @@ def load_rows(base, row, first, ok, dtype, DIM: tl.constexpr, BLOCK: tl.constexp
         x = tl.load(place, mask=(column < DIM)[None, :], other=OTHER)
     else:
         x = tl.load(place)
-    if BYTES == "e4m3":
+    if IS_E4M3:
         x = decode_e4m3(x)
     return x.to(dtype)
 
@@ -225,7 +229,7 @@ def find_visible(rows, cache, start, sizes, FORM: tl.constexpr):
     offs = tl.arange(0, FORM.block_n)
     position = start + offs
     node = position - cache.context
-    if rows.words is not None:
+    if FORM.has_tree:
         visible = rows.ok[:, None] & (node < 0)[None, :]
         for i in tl.static_range((FORM.block_n + 31) // 32):
             first = start - cache.context + 32 * i
@@ -237,7 +241,7 @@ def find_visible(rows, cache, start, sizes, FORM: tl.constexpr):
     visible = visible & (position < cache.end)[None, :]
     if FORM.has_window:
         depth = node
-        if rows.depths is not None:
+        if FORM.has_depths:
             is_node = (node >= 0) & (position < cache.end)
             depth = tl.where(is_node, tl.load(rows.depths + node, mask=is_node, other=0), node)
         visible = visible & (depth[None, :] > (rows.depth - sizes.window)[:, None])
@@ -262,7 +266,7 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     position = start + tl.arange(0, FORM.block_n)
     ok = position < cache.end
     slot = position  # 32 bits: the launcher sees to it that a block spans less
-    block = tl.zeros((FORM.block_n,), tl.int64)
+    block = tl.full((FORM.block_n,), 0, tl.int64)
     if FORM.block_size > 0:
         number = position // FORM.block_size
         if MASKED:
@@ -273,14 +277,13 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     row = (block * strides.key_block + slot * strides.key_slot) * FORM.cache_unit
 
     dtype = rows.query.dtype
-    keys = load_rows(
-        cache.key_ptr, row, 0, ok, dtype, FORM.qk_dim, FORM.qk_block, MASKED, FORM.bytes
-    )
+    IS_E4M3: tl.constexpr = FORM.bytes == "e4m3"
+    keys = load_rows(cache.key_ptr, row, 0, ok, dtype, FORM.qk_dim, FORM.qk_block, MASKED, IS_E4M3)
     scores = tl.dot(rows.query, tl.trans(keys), input_precision=FORM.precision)
     if FORM.rope_dim > 0:
         rope = load_rows(
             cache.key_ptr, row, FORM.qk_dim, ok, dtype, FORM.rope_dim, FORM.rope_block, MASKED,
-            FORM.bytes,
+            IS_E4M3,
         )  # fmt: skip
         scores = tl.dot(rows.query_rope, tl.trans(rope), scores, input_precision=FORM.precision)
     if FORM.token_scales:
@@ -303,7 +306,7 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     else:
         row = (block * strides.value_block + slot * strides.value_slot) * FORM.cache_unit
         values = load_rows(
-            cache.value_ptr, row, 0, ok, dtype, FORM.v_dim, FORM.v_block, MASKED, FORM.bytes
+            cache.value_ptr, row, 0, ok, dtype, FORM.v_dim, FORM.v_block, MASKED, IS_E4M3
         )
     if FORM.token_scales:
         place = block * strides.value_scale_block + slot * strides.value_scale_slot
@@ -340,13 +343,13 @@ def load_queries(inputs, request, kv_head, m_tile, strides, sizes, FORM: tl.cons
         query_rope = tl.load(place, mask=mask, other=0.0)
 
     depth = node
-    depths = None
-    if inputs.depths is not None:
+    depths = inputs.cu_seqlens_q
+    if FORM.has_depths:
         depths = inputs.depths + first
         if FORM.has_window:
             depth = tl.load(depths + node, mask=ok, other=0)
-    words = None
-    if inputs.ancestors is not None:
+    words = inputs.cu_seqlens_q
+    if FORM.has_tree:
         words = inputs.ancestors + token * sizes.words
     rows = Rows(query, query_rope, node, depth, ok, words, depths)
     return rows, nodes, token * sizes.heads + head
@@ -357,7 +360,7 @@ def locate_cache(inputs, request, kv_head, nodes, strides, sizes, FORM: tl.const
     """Pointers to the rows of one KV head of a request."""
     kv_head = kv_head.to(tl.int64)
     own = request  # the block in which a contiguous cache starts
-    table = None
+    table = inputs.context_lens
     if FORM.block_size > 0:
         own = tl.zeros((), tl.int64)
         table = inputs.block_table + request * strides.table
@@ -365,11 +368,13 @@ def locate_cache(inputs, request, kv_head, nodes, strides, sizes, FORM: tl.const
     keys = inputs.key_cache + key_first * FORM.cache_unit
     value_first = own * strides.value_block + kv_head * strides.value_head
     values = inputs.value_cache + value_first * FORM.cache_unit
-    key_scale = inputs.key_scale
-    value_scale = inputs.value_scale
+    key_scale = inputs.context_lens
+    value_scale = inputs.context_lens
     if FORM.token_scales:
-        key_scale += own * strides.key_scale_block + kv_head * strides.key_scale_head
-        value_scale += own * strides.value_scale_block + kv_head * strides.value_scale_head
+        head = own * strides.key_scale_block + kv_head * strides.key_scale_head
+        key_scale = inputs.key_scale + head
+        head = own * strides.value_scale_block + kv_head * strides.value_scale_head
+        value_scale = inputs.value_scale + head
     context = tl.load(inputs.context_lens + request)
     end = tl.minimum(context + nodes, sizes.capacity)
     return Cache(keys, values, key_scale, value_scale, table, context, end)
@@ -419,8 +424,8 @@ def verify_split_kernel(
     rows, nodes, place = load_queries(inputs, request, kv_head, m_tile, strides, sizes, FORM)
 
     largest = tl.full((FORM.block_m,), NEG_INF, tl.float32)
-    total = tl.zeros((FORM.block_m,), tl.float32)
-    acc = tl.zeros((FORM.block_m, FORM.v_block), tl.float32)
+    total = tl.full((FORM.block_m,), 0.0, tl.float32)
+    acc = tl.full((FORM.block_m, FORM.v_block), 0.0, tl.float32)
     whole = begin  # from here on every row sees all of the context
     if FORM.has_window:
         lowest = tl.maximum(cache.context - window + 1, 0) // FORM.block_n * FORM.block_n

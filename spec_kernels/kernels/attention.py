@@ -206,6 +206,8 @@ def _make_form(
         rope_dim=rope_dim,
         rope_block=max(triton.next_power_of_2(rope_dim), 16),
         shares=shares,
+        has_tree=options.ancestors is not None,
+        has_depths=options.depths is not None,
         has_window=options.window is not None,
         has_softcap=options.softcap is not None,
         bytes="" if has_type else "e4m3",
