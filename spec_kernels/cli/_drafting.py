@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from spec_kernels._check import require
-from spec_kernels.integrations.smollm2_mtp import weights_folder
+from spec_kernels.integrations.smollm2_mtp import matrices_of, weights_folder
 from spec_kernels.nn.mtp import MTP, ParallelHeads, load_mtp
 from spec_kernels.proposers import (
     BestFirst,
@@ -145,9 +145,7 @@ class Drafting:
     def _load_mtp(self, model: str, loaded: Any) -> MTP:
         """Load heads or modules for the loaded model."""
         folder = self._folder(model)
-        embedding = loaded.get_input_embeddings().weight.detach()
-        unembedding = loaded.get_output_embeddings().weight.detach()
-        mtp = load_mtp(folder, embedding, unembedding).requires_grad_(False).eval()
+        mtp = load_mtp(folder, *matrices_of(loaded)).requires_grad_(False).eval()
         kind = mtp.config.kind
         right = {"parallel": "heads", "sequential": "mtp"}[kind]
         require(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,36 @@ import torch
 from spec_kernels.cli._common import progress
 from spec_kernels.cli._drafting import Drafting
 from spec_kernels.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model, with what reads and writes its text."""
+
+    model: Any
+    target: Any
+    tokenizer: Any
+
+    @staticmethod
+    def load(model: str, dtype: str | torch.dtype, say: Callable[[str], None]) -> Loaded:
+        """Load a model onto the GPU if there is one; transformers is imported here."""
+        import transformers
+
+        from spec_kernels.integrations import smollm2
+        from spec_kernels.integrations.transformers import TransformersTarget
+
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded, tokenizer = smollm2.load(model, dtype=dtype, device=device, progress=say)
+        return Loaded(loaded, TransformersTarget(loaded), tokenizer)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Return the ids that end a text."""
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        eos = self.tokenizer.eos_token_id if eos is None else eos
+        return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 @dataclass
@@ -61,33 +91,23 @@ def load(model: str, drafting: Drafting, rule: str, dtype: str, threads: int | N
         torch.set_num_threads(threads)
     with progress() as say:
         say("importing transformers")
-        import transformers
+        found = Loaded.load(model, dtype, say)
 
-        from spec_kernels.integrations import smollm2
-        from spec_kernels.integrations.transformers import TransformersTarget
-
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded, tokenizer = smollm2.load(model, dtype=dtype, device=device, progress=say)
-        target = TransformersTarget(loaded)
-
-        def load_draft(name: str) -> TransformersTarget:
-            small, other = smollm2.load(name, dtype=loaded.dtype, device=device, progress=say)
-            if other.get_vocab() != tokenizer.get_vocab():
+        def load_draft(name: str) -> Any:
+            small = Loaded.load(name, found.model.dtype, say)
+            if small.tokenizer.get_vocab() != found.tokenizer.get_vocab():
                 raise ValueError(f"{name} has another tokenizer than {model}")
-            return TransformersTarget(small)
+            return small.target
 
-        proposer, gamma = drafting.make(model, loaded, target, load_draft)
-    eos = getattr(loaded.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+        proposer, gamma = drafting.make(model, found.model, found.target, load_draft)
     return Setup(
         model=model,
-        target=target,
-        tokenizer=tokenizer,
+        target=found.target,
+        tokenizer=found.tokenizer,
         drafting=drafting,
         proposer=proposer,
         gamma=gamma,
         rule=rule,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        eos_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        dtype=str(found.model.dtype).removeprefix("torch."),
+        eos_ids=found.eos_ids,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -18,6 +17,8 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from spec_kernels.cli._common import ERR, OUT, Model, Threads, friendly_errors, progress
+from spec_kernels.cli._setup import Loaded
+from spec_kernels.integrations.smollm2_mtp import matrices_of
 from spec_kernels.nn._decoder_block import MTPConfig
 from spec_kernels.nn.mtp import MTP, ParallelHeads, SequentialMTP
 from spec_kernels.training import (
@@ -39,50 +40,6 @@ LossOption = Literal["tokens", "kl", "overlap"]
 _PART: Final = 68  # prompts that are answered together; all held-out ones
 _PIECE: Final = 192  # most tokens of a piece of given text
 _HELD_OUT: Final = 0.1  # share of given text
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A loaded model, to write text or to read it."""
-
-    model: Any
-    target: Any
-    tokenizer: Any
-
-    @staticmethod
-    def load(model: str, threads: int | None) -> _Source:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        with progress() as say:
-            say("importing transformers")
-            import transformers
-
-            from spec_kernels.integrations import smollm2
-            from spec_kernels.integrations.transformers import TransformersTarget
-
-            transformers.utils.logging.disable_progress_bar()
-            transformers.utils.logging.set_verbosity_error()
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            loaded, tokenizer = smollm2.load(
-                model, dtype=torch.float32, device=device, progress=say
-            )
-            return _Source(loaded, TransformersTarget(loaded), tokenizer)
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        weight: torch.Tensor = self.model.get_input_embeddings().weight
-        return weight.detach()
-
-    @property
-    def unembedding(self) -> torch.Tensor:
-        weight: torch.Tensor = self.model.get_output_embeddings().weight
-        return weight.detach()
-
-    @property
-    def eos_ids(self) -> list[int]:
-        eos = getattr(self.model.generation_config, "eos_token_id", None)
-        eos = self.tokenizer.eos_token_id if eos is None else eos
-        return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 class _Bar:
@@ -138,7 +95,7 @@ def _read_texts(files: Sequence[Path]) -> list[str]:
 
 
 def _corpora_of_files(
-    source: _Source, texts: Sequence[str], states: States, bar: _Bar
+    source: Loaded, texts: Sequence[str], states: States, bar: _Bar
 ) -> tuple[Corpus, Corpus]:
     ids = [list(source.tokenizer.encode(text)) for text in texts]
     pieces = [one[i : i + _PIECE] for one in ids for i in range(0, len(one) - 1, _PIECE)]
@@ -155,7 +112,7 @@ def _corpora_of_files(
 
 
 def _corpora_of_self(
-    source: _Source, prompts: int, tokens: int, seed: int, states: States, bar: _Bar
+    source: Loaded, prompts: int, tokens: int, seed: int, states: States, bar: _Bar
 ) -> tuple[Corpus, Corpus]:
     """Return training text, drawn at a temperature, and held-out text, greedy as it is used."""
     from spec_kernels.integrations.prompts import encode_prompt
@@ -190,19 +147,20 @@ def _corpora_of_self(
     return corpus("training", recipe.training_prompts(seed)[:prompts], 0.7), held_out
 
 
-def _make_module(source: _Source, corpus: Corpus, settings: dict[str, Any]) -> MTP:
+def _make_module(source: Loaded, corpus: Corpus, settings: dict[str, Any]) -> MTP:
     """Return fresh modules that fit the model."""
     depth, ids = settings["depth"], settings["draft_vocab"]
+    embedding, unembedding = matrices_of(source.model)
     config = source.model.config.get_text_config(decoder=True)
     counted = torch.arange(corpus.tokens.shape[1]) >= corpus.first[:, None]
-    vocab = source.unembedding.shape[0]
+    vocab = unembedding.shape[0]
     chosen = None
     if 0 < ids < vocab:
-        chosen = draft_vocabulary(corpus.tokens[counted], ids, vocab).to(source.unembedding.device)
+        chosen = draft_vocabulary(corpus.tokens[counted], ids, vocab).to(unembedding.device)
     module: MTP
     if settings["kind"] == "parallel":
         shape = MTPConfig("parallel", config.hidden_size, depth, norm_eps=config.rms_norm_eps)
-        module = ParallelHeads(shape, source.unembedding, draft_to_target=chosen)
+        module = ParallelHeads(shape, unembedding, draft_to_target=chosen)
     else:
         heads = config.num_attention_heads
         rope = getattr(config, "rope_parameters", None) or {}
@@ -218,8 +176,8 @@ def _make_module(source: _Source, corpus: Corpus, settings: dict[str, Any]) -> M
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             norm_eps=config.rms_norm_eps,
         )
-        module = SequentialMTP(shape, source.embedding, source.unembedding, draft_to_target=chosen)
-    module.to(source.unembedding.device)
+        module = SequentialMTP(shape, embedding, unembedding, draft_to_target=chosen)
+    module.to(unembedding.device)
     start_from_trunk(module, corpus, seed=settings["seed"])
     return module
 
@@ -232,7 +190,7 @@ def _note(losses: Sequence[float], acceptance: Acceptance | None) -> str:
 
 
 def _train(
-    source: _Source,
+    source: Loaded,
     module: MTP,
     corpora: tuple[Corpus, Corpus],
     training: Training,
@@ -240,6 +198,7 @@ def _train(
     bar: _Bar,
 ) -> int:
     corpus, held_out = corpora
+    unembedding = matrices_of(source.model)[1]
     few = Corpus(held_out.tokens[:8], held_out.hidden[:8], held_out.first[:8])
     task = bar.task("training", training.steps)
     seen: list[Acceptance] = []
@@ -247,7 +206,7 @@ def _train(
 
     def report(step: int, losses: list[float]) -> None:
         if step % every == 0:
-            seen[:] = [measure_acceptance(module, few, source.unembedding)]
+            seen[:] = [measure_acceptance(module, few, unembedding)]
         bar.set(task, step, _note(losses, seen[0] if seen else None))
 
     checkpoint = folder.checkpoint
@@ -255,7 +214,7 @@ def _train(
 
 
 def _run(
-    source: _Source,
+    source: Loaded,
     texts: Sequence[str],
     states: States,
     training: Training,
@@ -277,7 +236,7 @@ def _run(
     with progress() as say:
         say("measuring on the held-out text")
         module.to(torch.bfloat16).to(torch.float32)  # as the weights will be read
-        acceptance = measure_acceptance(module, corpora[1], source.unembedding)
+        acceptance = measure_acceptance(module, corpora[1], matrices_of(source.model)[1])
     record = {
         "training_tokens": corpora[0].num_tokens,
         "held_out": describe(acceptance),
@@ -350,4 +309,9 @@ def train_mtp(
         }
         states = States(out / "states", text_settings)
         folder = TrainingFolder(out / kind, settings)
-        _run(_Source.load(model, threads), texts, states, training, folder)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with progress() as say:
+            say("importing transformers")
+            source = Loaded.load(model, torch.float32, say)
+        _run(source, texts, states, training, folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from spec_kernels.nn.mtp import MTP, load_mtp
 
@@ -38,6 +39,11 @@ def load_smollm2_mtp(model: Any, kind: Kind, *, dtype: torch.dtype | None = None
     Raises:
         ValueError: the model has another hidden size or a smaller vocabulary.
     """
-    embedding = model.get_input_embeddings().weight.detach()
-    unembedding = model.get_output_embeddings().weight.detach()
-    return load_mtp(weights_folder(kind), embedding, unembedding, dtype=dtype)
+    return load_mtp(weights_folder(kind), *matrices_of(model), dtype=dtype)
+
+
+def matrices_of(model: Any) -> tuple[Tensor, Tensor]:
+    """Return embedding and unembedding of a transformers model, `[vocab, size]` each, shared."""
+    embedding: Tensor = model.get_input_embeddings().weight
+    unembedding: Tensor = model.get_output_embeddings().weight
+    return embedding.detach(), unembedding.detach()
