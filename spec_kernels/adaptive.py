@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -413,14 +413,15 @@ class Pace:
         self._asked = min(gamma, room)
         return self._asked
 
-    def end(self, draft: Draft, judged: Sequence[Judged], lap: Lap) -> None:
-        """Take in what came of it: a chain as wide as it was computed, a tree as deep as asked."""
+    def end(self, draft: Draft, judged: Iterable[Judged], lap: Lap) -> None:
+        """Take in what came of it: a chain as wide as it was computed, a tree as deep as asked.
+        What was judged is only looked at if gamma is adaptive."""
         nodes = draft.tokens.shape[1]
         depth = nodes - 1 if draft.parents is None else min(self._asked, nodes - 1)
         self.rounds[self._asked] += 1
         self.meter.add(self._asked, depth, lap)
         if self.controller is not None:
-            self.controller.observe(self._asked, depth, judged)
+            self.controller.observe(self._asked, depth, list(judged))
 
 
 def _window() -> deque[float]:

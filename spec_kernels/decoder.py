@@ -222,7 +222,7 @@ class Run:
             raise
         with self._watch.part("state"):
             self._advance(result, outcomes)
-        judged = [Judged.of(o.parents, o.path) for o in outcomes if o is not None]
+        judged = (Judged.of(o.parents, o.path) for o in outcomes if o is not None)
         self.pace.end(draft, judged, self._watch.lap())
         return self._report(outcomes)
 
@@ -289,15 +289,15 @@ class Run:
         )
 
     def _reserve(self, draft: Draft) -> None:
-        """Make room for all nodes that there may be, where counting them would mean to wait."""
-        nodes = draft.tokens.shape[1]
-        if draft.parents is not None:
+        """Make room for all nodes that there may be where the target cannot count them."""
+        if draft.tokens.device.type == "cpu":
+            return
+        nodes, is_chain = draft.tokens.shape[1], draft.parents is None
+        if not is_chain:
             self.cache.extend(nodes)
-        if draft.tokens.device.type != "cpu":
-            chain = draft.parents is None
-            most = [min(nodes, r.limit - r.length) if chain else nodes for r in self._rows]
-            pairs = zip(most, self._rows, strict=True)
-            self.cache.reserve([0 if row.is_done else count for count, row in pairs])
+        most = [min(nodes, r.limit - r.length) if is_chain else nodes for r in self._rows]
+        pairs = zip(most, self._rows, strict=True)
+        self.cache.reserve([0 if row.is_done else count for count, row in pairs])
 
     def _verify(self, draft: Draft, output: TargetOutput) -> Acceptance:
         state, logits = self.state, output.logits
