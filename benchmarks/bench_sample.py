@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import harness, native
 from benchmarks.bench_law import filtered_softmax, softmax
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload, chosen
 from spec_kernels import eager, ops, reference
 
 METRIC = "seconds of one call"
@@ -80,9 +80,7 @@ def make_case(w: Workload, filters: bool, options: harness.Options) -> harness.C
 
 def cases(options: harness.Options) -> Iterator[harness.Case]:
     """Yield every workload without and with filters."""
-    names = ["chat-8b", "big-vocab", "moe-latent"] if options.full else ["chat-8b"]
-    for name in names:
-        w = WORKLOADS[name].on(options.device)
+    for w in chosen(options, "big-vocab", "moe-latent"):
         yield make_case(w, False, options)
         yield make_case(w, True, options)
 

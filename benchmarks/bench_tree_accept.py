@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, native
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload, chosen
 from spec_kernels import eager, ops, reference
 from spec_kernels.types import Draft, SamplingParams
 
@@ -137,9 +137,8 @@ def make_case(w: Workload, options: harness.Options) -> harness.Case:
 
 def cases(options: harness.Options) -> Iterator[harness.Case]:
     """Yield a chat service, then the other workloads."""
-    names = ["chat-8b", "big-vocab", "moe-latent"] if options.full else ["chat-8b"]
-    for name in names:
-        yield make_case(WORKLOADS[name].on(options.device), options)
+    for w in chosen(options, "big-vocab", "moe-latent"):
+        yield make_case(w, options)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def build(folder: Path = BUILD) -> Path:
     return folder
 
 
+def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    """Return what C takes for contiguous tensors, which must live on until the call is over."""
+    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
 class Floors:
     """The C++ floors, called with tensors on the CPU.
 
@@ -51,16 +56,16 @@ class Floors:
     def read(self, source: Tensor) -> float:
         """Add up a contiguous float32 tensor: the time of reading it."""
         count = ctypes.c_int64(source.numel())
-        return float(self._library.read_all(ctypes.c_void_p(source.data_ptr()), count))
+        return float(self._library.read_all(*_pointers(source), count))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy a contiguous float32 tensor."""
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (target, source))
+        pointers = _pointers(target, source)
         self._library.copy_all(*pointers, ctypes.c_int64(source.numel()))
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """Copy rows `source[index]`; index is int64, the rows are contiguous."""
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (target, source, index))
+        pointers = _pointers(target, source, index)
         row_bytes = source.stride(0) * source.element_size()
         self._library.gather_rows(
             *pointers, ctypes.c_int64(index.numel()), ctypes.c_int64(row_bytes)
@@ -70,7 +75,7 @@ class Floors:
         """Return maximum and log sum of every row of contiguous float32 logits."""
         rows, vocab = logits.shape
         out = torch.empty(2, rows)
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (out[0], out[1], logits))
+        pointers = _pointers(out[0], out[1], logits)
         self._library.row_laws(*pointers, rows, vocab, ctypes.c_float(1.0 / temperature))
         return out[0], out[1]
 
@@ -81,7 +86,7 @@ class Floors:
         rows, vocab = logits.shape
         out = torch.empty(rows, dtype=torch.int64)
         tensors = (out, logits, row_max, log_sum, coins)
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+        pointers = _pointers(*tensors)
         self._library.sample_rows(*pointers, rows, vocab, ctypes.c_float(1.0 / temperature))
         return out
 
@@ -115,7 +120,7 @@ class Floors:
         assert all(t.is_contiguous() for t in tensors)
         call = self._library.accept_token if rule == "token" else self._library.accept_block
         call(
-            *(ctypes.c_void_p(t.data_ptr()) for t in tensors),
+            *_pointers(*tensors),
             batch,
             rows - 1,
             vocab,
@@ -138,7 +143,7 @@ class CudaFloors:
 
     def read(self, source: Tensor) -> None:
         """Read a contiguous tensor of a multiple of 16 bytes."""
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (self._out, source))
+        pointers = _pointers(self._out, source)
         self._library.read_all_cuda(*pointers, ctypes.c_int64(source.nbytes // 4), self._blocks)
 
     def accept(
@@ -163,7 +168,7 @@ class CudaFloors:
         tensors = (out, tiles, masses, target, draft, tokens, accept_coins, final_coins)
         assert all(t.is_contiguous() for t in tensors)
         self._library.accept_token_cuda(
-            *(ctypes.c_void_p(t.data_ptr()) for t in tensors),
+            *_pointers(*tensors),
             batch,
             rows - 1,
             vocab,
@@ -178,7 +183,7 @@ class CudaFloors:
         batch, capacity = cache.shape[:2]
         tensors = (cache, context_lens, path, accepted_lens)
         self._library.compact_cache_cuda(
-            *(ctypes.c_void_p(t.data_ptr()) for t in tensors),
+            *_pointers(*tensors),
             batch,
             ctypes.c_int64(capacity),
             ctypes.c_int64(cache[0, 0].nbytes),

@@ -6,10 +6,12 @@ row of a record says what it really ran.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.harness import Options
 from spec_kernels.types import SamplingParams
 
 CPU_CONTEXT = 4096
@@ -81,3 +83,9 @@ WORKLOADS = {
         Workload("moe-latent", 32, 2, 4096, 129_280, 61, 128, 0, 576, 0.6, 0.95),
     )
 }
+
+
+def chosen(options: Options, *more: str) -> Iterator[Workload]:
+    """Yield chat-8b, and in full runs `more`, as the device runs them."""
+    for name in ("chat-8b", *(more if options.full else ())):
+        yield WORKLOADS[name].on(options.device)
