@@ -36,11 +36,13 @@ SETTINGS = {"model", "batch", "context", "gamma", "rule", "temperature", "device
 DRAFT = ("--proposer", "draft", "--draft-model", "x")
 
 
-def save_model(folder: Path, layers: int, words: list[str]) -> Path:
-    """Write a tiny random model with a tokenizer of whole words."""
+def save_model(
+    folder: Path, layers: int, words: list[str], *, unknown: str = "<end>", length: int = 64
+) -> Path:
+    """Write a tiny random model with a tokenizer of whole words, one of which is for all others."""
     torch.manual_seed(3)
     vocab = {word: index for index, word in enumerate(["<end>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<end>"))
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.save_pretrained(folder)
@@ -50,7 +52,7 @@ def save_model(folder: Path, layers: int, words: list[str]) -> Path:
         intermediate_size=16,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=length,
         bos_token_id=None,
         eos_token_id=0,
     )

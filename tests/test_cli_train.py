@@ -10,42 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from spec_kernels import cli, training
 from spec_kernels.cli import train as command
 from spec_kernels.nn.mtp import load_mtp
-
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "home", "again"]
+from tests.test_cli import WORDS, save_model
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(3)
-    vocab = {word: index for index, word in enumerate(["<end>", "<other>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<other>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.4)
-    model.save_pretrained(folder)
-    return folder
+    words = ["<other>", *WORDS]
+    return save_model(tmp_path_factory.mktemp("model"), 2, words, unknown="<other>", length=256)
 
 
 def run(model: Path, out: Path, *arguments: object) -> Result:
