@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from spec_kernels import kernels, reference
+from spec_kernels.kernels import attention
 from spec_kernels.kernels.attention import Config, select_config, select_unit
 from spec_kernels.testing import dry_run, emulated, interpreted, measure, watch
 from spec_kernels.testing.hot import attention as hot
+from tests import test_attention, test_mla
 from tests.attention_cases import CHAIN, Case, make
 
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
@@ -95,6 +97,7 @@ def test_invariant_calls_have_one_tile_and_no_fused_products(
         ((300, 512, torch.bfloat16, ("hip", "gfx942")), Config(16, 32, 4, 2)),
         ((64, 128, torch.bfloat16, ("hip", "gfx942")), Config(64, 64, 4, 2)),
         ((64, 128, torch.float32, ("cuda", 90)), Config(32, 32, 8, 5)),
+        ((300, 128, torch.bfloat16, ("hip", "gfx950")), Config(128, 32, 8, 2)),
     ],
 )
 def test_tiles_follow_the_table(arguments: tuple[Any, ...], expected: Config) -> None:
@@ -105,6 +108,30 @@ def test_a_contiguous_cache_needs_fewer_stages_and_options_more_warps() -> None:
     arguments = (64, 128, torch.bfloat16, ("cuda", 90))
     assert select_config(*arguments, is_paged=False).num_stages == 3
     assert select_config(*arguments, is_plain=False).num_warps == 8
+
+
+def test_each_lane_of_gfx950_copies_sixteen_bytes() -> None:
+    arguments = (300, 128, torch.bfloat16, ("hip", "gfx950"))
+    assert select_config(*arguments, is_byte=True) == Config(128, 64, 8, 2)
+
+
+SHORT: dict[str, Any] = {"contexts": (5, 20), "nodes": (2, 3), "heads": 4, "kv_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("compare", "case"),
+    [
+        (test_attention.run, Case(**SHORT, dim=48, v_dim=80, cache="int8")),
+        (test_mla.run, Case(**SHORT, dim=32, rope=16, cache="int8")),
+        pytest.param(test_attention.run, Case(window=3, cache="int8"), marks=pytest.mark.slow),
+    ],
+)
+def test_keys_loaded_as_columns_keep_the_error_budget(
+    compare: Callable[[str, Case], None], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form for gfx950, interpreted."""
+    monkeypatch.setattr(attention, "target_of", lambda _: ("hip", "gfx950"))
+    compare("triton-interpreter", case)
 
 
 def test_strides_count_in_units_of_sixteen_bytes_where_they_can() -> None:
@@ -133,6 +160,8 @@ MORE = {
     "block1": call(block_size=1, dim=64),
     "window-softcap": call({"window": 4096, "softcap": 30.0}),
     "int8": call(cache_dtype=torch.int8),
+    "int8-nodes16": call(cache_dtype=torch.int8, nodes=16),
+    "e4m3-nodes16": call(cache_dtype=torch.float8_e4m3fn, nodes=16),
     "f32": call(dtype=torch.float32, dim=64),
 }
 

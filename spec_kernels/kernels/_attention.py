@@ -112,6 +112,7 @@ class Form(NamedTuple):
         has_window, has_softcap: options.
         bytes: how the cache is read: "" as its dtype, "e4m3" bits of an 8-bit float.
         token_scales: a scale per token and head.
+        as_columns: keys are loaded with a position per column, as the first product takes them.
         precision: of float32 products.
     """
 
@@ -136,6 +137,7 @@ class Form(NamedTuple):
     has_softcap: bool
     bytes: str
     token_scales: bool
+    as_columns: bool
     precision: str
 
 
@@ -189,15 +191,18 @@ def decode_e4m3(byte):
 
 @triton.jit
 def load_rows(base, row, first, ok, dtype, DIM: tl.constexpr, BLOCK: tl.constexpr,
-              MASKED: tl.constexpr, IS_E4M3: tl.constexpr):  # fmt: skip
+              MASKED: tl.constexpr, IS_E4M3: tl.constexpr,
+              AS_COLUMNS: tl.constexpr = False):  # fmt: skip
     """Columns `first ..` of cache rows in the dtype of the queries; 0 where `ok` is false."""
     column = tl.arange(0, BLOCK)
-    place = base + row[:, None] + (first + column)[None, :]
+    R: tl.constexpr = 0 if AS_COLUMNS else 1
+    place = base + tl.expand_dims(row, R) + tl.expand_dims(first + column, 1 - R)
+    exists = tl.expand_dims(column < DIM, 1 - R)
     OTHER: tl.constexpr = 0.0 if base.dtype.element_ty.is_floating() else 0
     if MASKED:
-        x = tl.load(place, mask=ok[:, None] & (column < DIM)[None, :], other=OTHER)
+        x = tl.load(place, mask=tl.expand_dims(ok, R) & exists, other=OTHER)
     elif DIM != BLOCK:
-        x = tl.load(place, mask=(column < DIM)[None, :], other=OTHER)
+        x = tl.load(place, mask=exists, other=OTHER)
     else:
         x = tl.load(place)
     if IS_E4M3:
@@ -278,14 +283,19 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
 
     dtype = rows.query.dtype
     IS_E4M3: tl.constexpr = FORM.bytes == "e4m3"
-    keys = load_rows(cache.key_ptr, row, 0, ok, dtype, FORM.qk_dim, FORM.qk_block, MASKED, IS_E4M3)
-    scores = tl.dot(rows.query, tl.trans(keys), input_precision=FORM.precision)
+    keys = load_rows(
+        cache.key_ptr, row, 0, ok, dtype, FORM.qk_dim, FORM.qk_block, MASKED, IS_E4M3,
+        FORM.as_columns,
+    )  # fmt: skip
+    columns = keys if FORM.as_columns else tl.trans(keys)
+    scores = tl.dot(rows.query, columns, input_precision=FORM.precision)
     if FORM.rope_dim > 0:
         rope = load_rows(
             cache.key_ptr, row, FORM.qk_dim, ok, dtype, FORM.rope_dim, FORM.rope_block, MASKED,
-            IS_E4M3,
+            IS_E4M3, FORM.as_columns,
         )  # fmt: skip
-        scores = tl.dot(rows.query_rope, tl.trans(rope), scores, input_precision=FORM.precision)
+        rope = rope if FORM.as_columns else tl.trans(rope)
+        scores = tl.dot(rows.query_rope, rope, scores, input_precision=FORM.precision)
     if FORM.token_scales:
         place = block * strides.key_scale_block + slot * strides.key_scale_slot
         scores = scores * load_scales(cache.key_scale_ptr, place, ok, MASKED)[None, :]
@@ -302,7 +312,7 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     total = total * shrink + tl.sum(weights, 1)
 
     if FORM.shares:
-        values = keys
+        values = tl.trans(keys) if FORM.as_columns else keys
     else:
         row = (block * strides.value_block + slot * strides.value_slot) * FORM.cache_unit
         values = load_rows(

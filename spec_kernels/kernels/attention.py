@@ -72,6 +72,7 @@ def select_config(
     is_paged: bool = True,
     is_plain: bool = True,
     is_padded: bool = False,
+    is_byte: bool = False,
 ) -> Config:
     """Choose the tile by the number of rows, the padded head dim, the dtype and the chip.
 
@@ -81,6 +82,7 @@ def select_config(
     | dim <= 128, 64 rows | 4 warps; 8 on sm_80, or with a window or soft cap | 4 spill there |
     | dim <= 128, 128 rows | 8 warps | 4 warps spill |
     | the same on AMD, sm_80 | 32 positions; 16 on sm_80 if padded | more spill |
+    | the same of 8 bits on gfx950 | 64 positions | 32 are less than 16 bytes for each lane |
     | dim 256 | 32 positions, 8 warps from 32 rows | more doesn't fit the registers |
     | latents (dim 512) | 32 positions, up to 32 rows, 8 warps from 32 | 64 rows spill |
     | paged | 5 stages | two buffers for K and V behind the load of the block number |
@@ -96,6 +98,7 @@ def select_config(
         is_paged: block numbers are loaded first.
         is_plain: neither window nor soft cap.
         is_padded: head dims are no powers of two.
+        is_byte: the cache holds numbers of 8 bits.
 
     Example:
         >>> select_config(64, 128, torch.bfloat16, ("cuda", 90))
@@ -114,7 +117,7 @@ def select_config(
     if dim <= 128:
         narrow = 64 if is_amd or (arch > 80 and is_plain) else 32
         block_n = 64
-        if block_m == 128 and (is_amd or arch == 80):
+        if block_m == 128 and (is_amd or arch == 80) and not (is_byte and arch == "gfx950"):
             block_n = 16 if is_padded and not is_amd else 32
         return Config(block_m, block_n, 4 if block_m <= narrow else 8, stages)
     return Config(block_m, 32, 4 if block_m == 16 or is_amd else 8, stages)
@@ -212,6 +215,9 @@ def _make_form(
         has_softcap=options.softcap is not None,
         bytes="" if has_type else "e4m3",
         token_scales=options.key_scale is not None and options.key_scale.dim() > 1,
+        # copies straight to the shared memory of gfx950 are 32 or 128 bits wide; transposed after
+        # the load, 8-bit keys would be laid out there in pieces of 64, and so come by 32
+        as_columns=arch == "gfx950" and keys.dtype == torch.int8,
         precision="tf32x3" if backend == "cuda" else "ieee",
     )
 
@@ -275,6 +281,7 @@ def attend(
         is_paged=is_paged,
         is_plain=options.window is None and options.softcap is None,
         is_padded=not dim == query.shape[2] == v_dim,
+        is_byte=keys.element_size() == 1,
     )
     if options.invariant:
         config = config._replace(block_m=min(config.block_m, 64))
