@@ -112,15 +112,15 @@ def recorded(call: Callable[[], Any]) -> tuple[torch._ops.OpOverload, tuple[Any,
 
 
 def is_direct(*args: Any) -> bool:
-    return _register._is_unwatched(args)
+    return not _register._is_watched() and _register._describe(args, [])
 
 
 def test_only_what_nobody_watches_passes_by_the_dispatcher() -> None:
     plain, seen = torch.ones(2), []
     leaf = torch.ones(2, requires_grad=True)
-    assert is_direct(plain, None, 1, 0.5, True, "block", [plain, plain])
+    assert is_direct(plain, None, 1, 0.5, True, "block", (plain, plain))
     assert not is_direct(plain, leaf)
-    assert not is_direct([plain, leaf])
+    assert not is_direct((plain, leaf))
     assert not is_direct(torch.nn.Parameter(plain, requires_grad=False))
     assert not is_direct(plain.to("meta"))
     with Recorder():

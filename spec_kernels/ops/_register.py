@@ -1,26 +1,39 @@
-"""One way to register an operation: schema, fake result, and the layer that the device decides.
+"""One way to register an operation and to call it: checks, schema, fake result, and the layer that
+the device decides.
 
 `Library.define / impl / register_fake` costs less a call than `torch.library.custom_op`. What
 remains grows with the number of arguments, and is the price of being seen by compilers, modes and
-transforms. Calls that nothing of that kind watches go to the layer directly: the same function with
-the same arguments.
+transforms; checks grow with it too. Both are paid once for each signature: a later call on a CPU
+with the same types, shapes, dtypes and options, that nothing of that kind watches, goes to the
+layer at once: the same function with the same arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
 
 from spec_kernels import eager
+from spec_kernels.types import CacheTensors, Draft, Law, SamplingParams
 
 LIBRARY: Final[Any] = torch.library.Library(  # type: ignore[no-untyped-call]
     "spec_kernels", "DEF"
 )
-_PLAIN: Final = frozenset((type(None), bool, int, float, str))
+_OPTIONS: Final = frozenset((bool, int, float, str))
+_TUPLES: Final = frozenset((tuple, Draft, Law, SamplingParams))
+MAX_SIGNATURES: Final = 256
+"""Signatures that an operation remembers; then it begins anew."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def register(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,34 +63,84 @@ def register(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) ->
     LIBRARY.impl(name, on_device, "CUDA")
     torch.library.register_fake(f"spec_kernels::{name}", fake, lib=LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.spec_kernels, name).default
-
-    def dispatch(*args: Any) -> Any:
-        return (on_cpu if _is_unwatched(args) else overload)(*args)
-
-    return dispatch
+    return overload
 
 
-def _is_unwatched(args: tuple[Any, ...]) -> bool:
-    """Tell that a call is plain work on CPU tensors: no compiler, mode, transform, profiler or
-    autograd waits for it in the dispatcher."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+def checked_once(*, strides: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a call of an operation that is like an earlier one pass by its checks and the dispatcher.
+
+    Both ask for types, shapes, dtypes, devices and options, never for values of tensors: what they
+    find depends on the signature of a call alone. A call that differs in any of it, and each one
+    that is refused, runs the whole function: checks, then what `register` returned. The layer's
+    function has the operation's name and takes the same arguments.
+
+    Args:
+        strides: whether the checks ask for strides too.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name, known = function.__name__, set[tuple[Any, ...]]()
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _is_watched():
+                return function(*args, **kwargs)
+            signature: list[Any] = [len(args), *kwargs]
+            if not _describe((*args, *kwargs.values()), signature, strides):
+                return function(*args, **kwargs)
+            key = tuple(signature)
+            if key in known:
+                result: R = getattr(eager, name)(*args, **kwargs)
+                return result
+            result = function(*args, **kwargs)
+            if len(known) == MAX_SIGNATURES:
+                known.clear()
+            known.add(key)
+            return result
+
+        return call
+
+    return decorate
+
+
+def _is_watched() -> bool:
+    """Tell that a compiler, mode, transform or profiler waits for calls in the dispatcher."""
+    return bool(
+        is_dynamo_compiling()  # other tracers are modes
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
         or profiler._is_profiler_enabled
-    ) and _are_plain(args)
+    )
 
 
-def _are_plain(values: tuple[Any, ...] | list[Any]) -> bool:
-    """Tell that all values are numbers, strings, or plain tensors on the CPU without grad."""
+def _describe(values: Iterable[Any], signature: list[Any], strides: bool = False) -> bool:
+    """Add all that checks may ask of the values to a signature. Return whether they are plain:
+    options, and tensors on the CPU that autograd does not watch, by themselves or in tuples."""
+    add = signature.append
     for value in values:
         kind = value.__class__
         if kind is Tensor:
             if not value.is_cpu or value.requires_grad:
                 return False
-        elif kind is list:
-            if not _are_plain(value):
+            add(value.shape)
+            add(value.dtype)
+            if strides:
+                add(value.stride())
+        elif value is None:
+            add(None)
+        elif kind in _OPTIONS:
+            add(kind)  # 1, 1.0 and True are equal
+            add(value)
+        elif kind in _TUPLES:
+            add(kind)
+            add(len(value))
+            if not _describe(value, signature, strides):
                 return False
-        elif kind not in _PLAIN:  # a subclass of Tensor, a symbolic number
+        elif kind is CacheTensors:  # no check asks for addresses
+            add(kind)
+            add(value.rows)
+            if not _describe((value.tensors, value.table, value.groups), signature, strides):
+                return False
+        else:  # a subclass of Tensor, a symbolic number, what the checks refuse
             return False
     return True

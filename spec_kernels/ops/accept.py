@@ -20,10 +20,11 @@ from spec_kernels.ops._arguments import (
     pack_law,
     unpack_law,
 )
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 from spec_kernels.types import Acceptance, Draft, Law, SamplingParams
 
 
+@checked_once()
 def accept(
     draft: Draft,
     target_logits: Tensor,
@@ -146,6 +147,7 @@ def accept(
     )
 
 
+@checked_once()
 def match(draft: Draft, target_tokens: Tensor, *, max_depth: int) -> Acceptance:
     """Verify drafts by comparison: accept while one equals the target's own token.
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import FLOATS, check, floats_of
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 
 MAX_DIM = 512
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 
 
+@checked_once()
 def verify_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -150,6 +151,7 @@ def verify_attention(
     return out, (lse if return_lse else None)
 
 
+@checked_once()
 def merge_attention(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:

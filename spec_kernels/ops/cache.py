@@ -11,12 +11,13 @@ from torch import Tensor
 
 from spec_kernels._check import FLOATS, check, floats_of
 from spec_kernels.ops._arguments import detached
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 from spec_kernels.types import CacheTensors
 
 _QUANTISED: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
+@checked_once()
 def append_cache(
     key_cache: Tensor,
     value_cache: Tensor | None,
@@ -88,6 +89,7 @@ def _check_append(
     check(f"{name}_scale", scale, cache.shape[:3] if per_row else (1,), torch.float32, cache.device)
 
 
+@checked_once()
 def compact_cache(
     caches: CacheTensors,
     block_table: Tensor | None,
@@ -165,6 +167,7 @@ def _check_caches(name: str, caches: object, device: torch.device) -> None:
     check(f"{name}.table", caches.table, (len(caches.tensors), 10), torch.int64, device)
 
 
+@checked_once()
 def compact_hidden(
     hidden: Tensor, target_row: Tensor, path: Tensor, accepted_lens: Tensor
 ) -> Tensor:
@@ -202,6 +205,7 @@ def compact_hidden(
     return out
 
 
+@checked_once()
 def select_state(
     states: CacheTensors,
     checkpoints: CacheTensors,

@@ -18,10 +18,11 @@ from spec_kernels.ops._arguments import (
     pack_law,
     unpack_law,
 )
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 from spec_kernels.types import Law, SamplingParams
 
 
+@checked_once()
 def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
     """Turn temperature, top-k, top-p and min-p into a law per row of logits.
 
@@ -63,6 +64,7 @@ def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
     return Law(*_row_law(detached(logits), *params, row_request))
 
 
+@checked_once(strides=True)
 def adjust_logits_(
     logits: Tensor,
     row_request: Tensor,
@@ -178,6 +180,7 @@ def adjust_logits_(
     )
 
 
+@checked_once()
 def overlap(
     target_logits: Tensor,
     target_law: Law | None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import FLOATS, check
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 from spec_kernels.ops.attention import (
     EIGHT_BITS,
     check_dim,
@@ -20,6 +20,7 @@ from spec_kernels.ops.attention import (
 )
 
 
+@checked_once()
 def verify_attention_mla(
     query_latent: Tensor,
     query_rope: Tensor,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import check
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 
 
+@checked_once()
 def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
     """Make the uniform coins that `accept` takes: one per node, and one for the final token.
 
@@ -54,6 +55,7 @@ def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> tuple[Tensor, Te
     return accept_coins, final_coins
 
 
+@checked_once()
 def draft_coins(seeds: Tensor, root_positions: Tensor, nodes: int, lanes: int = 1) -> Tensor:
     """Make the uniform coins that draw draft tokens: coin `[b, n, l]` draws child l of node n.
 

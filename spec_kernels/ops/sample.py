@@ -15,10 +15,11 @@ from spec_kernels.ops._arguments import (
     pack_law,
     unpack_law,
 )
-from spec_kernels.ops._register import register
+from spec_kernels.ops._register import checked_once, register
 from spec_kernels.types import Law
 
 
+@checked_once()
 def sample(
     logits: Tensor,
     law: Law | None,
