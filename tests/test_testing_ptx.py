@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -11,12 +12,14 @@ import triton
 from spec_kernels.testing import (
     MisalignedError,
     OutOfBoundsError,
+    RaceError,
     UnsupportedError,
     emulate,
     emulated,
     interpreted,
 )
 from spec_kernels.testing.dry_run import compile_launch
+from spec_kernels.testing.ptx.machine import SharedRaces
 from spec_kernels.testing.ptx.program import parse
 from tests import kernels_for_tests as k
 
@@ -146,6 +149,35 @@ def test_a_removed_barrier_of_the_product_shows(product: Any) -> None:
     assert len(parts) > 2
 
 
+def test_a_missing_barrier_is_a_race_whatever_the_order(product: Any) -> None:
+    """The two accesses show it, not the values, so one run is enough."""
+    ptx = product[0].asm["ptx"]
+    for late in (True, False):
+        assert run_product(product, ptx, late_copies=late, races=True)
+        with pytest.raises(RaceError, match="without a barrier"):
+            run_product(product, ptx.replace("bar.sync", "// "), late_copies=late, races=True)
+    with (
+        emulated(schedule="lockstep", races=True),
+        pytest.raises(ValueError, match="races need schedule='warps'"),
+    ):
+        k.copy_flat[(1,)](torch.empty(32), torch.empty(32), BLOCK=32)
+
+
+def test_which_accesses_of_two_warps_need_a_barrier() -> None:
+    races, where, same = SharedRaces(8), np.arange(4), np.zeros(4, bool)
+    races.write(0, where, ~same, "st")
+    races.write(1, where, same, "st")  # the same value once more
+    races.read(1, where, "ld")
+    with pytest.raises(RaceError, match="warp 2 reads what another one wrote"):
+        races.read(2, where, "ld")
+    with pytest.raises(RaceError, match="warp 0 overwrites what another one uses"):
+        races.write(0, where, ~same, "st")
+    races.forget()
+    races.read(2, where, "ld")
+    with pytest.raises(RaceError, match="warp 0 overwrites what another one uses"):
+        races.write(0, where, ~same, "st")
+
+
 def test_a_wait_that_is_too_weak_shows(product: Any) -> None:
     ptx = product[0].asm["ptx"]
     weak = ptx.replace("cp.async.wait_group \t", "cp.async.wait_group 5; //")
@@ -201,6 +233,12 @@ def test_nothing_is_skipped_silently() -> None:
     assert program.width("%tmp") == 32
     with pytest.raises(UnsupportedError, match="shared"):
         parse(text.replace("mov.b64 %rd1", ".reg .b32 %q<2>; .shared .b8 x[4]; mov.b64 %rd1"))
+    numbered = text.replace(".reg .b32 tmp", ".reg .s8 r<2>").replace("tmp", "r1")
+    program = parse(numbered)  # its r1 is not the compiler's %r1
+    assert program.instructions[1].operands == [["%r1", "%ownr1"], "%rd1"]
+    assert (program.width("%ownr1"), program.width("%r1")) == (8, 32)
+    with pytest.raises(UnsupportedError, match=r"reg \.b16"):
+        parse(numbered.replace("@%p1", "{ .reg .b16 r<2>; } @%p1"))
 
 
 def test_contexts_put_back_what_they_found() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,6 +60,7 @@ def emulate(
     order: Order = "natural",
     seed: int = 0,
     late_copies: bool = True,
+    races: bool = False,
     reachable: Sequence[torch.Tensor] = (),
 ) -> int:
     """Run compiled PTX on CPU tensors.
@@ -73,6 +74,8 @@ def emulate(
         order: order of the programs.
         seed: of both random orders.
         late_copies: asynchronous copies happen at the wait that needs them; else at once.
+        races: watch shared memory for accesses of two warps that lack a barrier, whatever the
+            order; needs schedule "warps".
         reachable: tensors reached through addresses in memory.
 
     Returns:
@@ -82,6 +85,7 @@ def emulate(
         UnsupportedError: the PTX holds an instruction that the emulator does not know.
         OutOfBoundsError: an access outside the tensors.
         MisalignedError: an address that is not a multiple of the access width.
+        RaceError: two warps use one byte of shared memory without a barrier, and one changes it.
     """
     code = _code(ptx)
     tensors = [(f"argument {n}", x) for n, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
@@ -98,7 +102,7 @@ def emulate(
         programs.reverse()
     elif order == "shuffle":
         rng.shuffle(programs)
-    machine = Machine(code, parameters, memory, shared_bytes, schedule, rng, late_copies)
+    machine = Machine(code, parameters, memory, shared_bytes, schedule, rng, late_copies, races)
     with np.errstate(all="ignore"):
         for program in programs:
             machine.run(program, (x, y, z))
@@ -128,12 +132,14 @@ def emulated(
     order: Order = "natural",
     seed: int = 0,
     late_copies: bool = True,
+    races: bool = False,
     reachable: Sequence[torch.Tensor] = (),
+    edit: Callable[[str], str] = str,
 ) -> Iterator[list[Emulation]]:
     """Compile the launches inside this context for sm_80 and run their PTX on CPU tensors.
 
     The arguments are those of `emulate`. Launch code, specialisation and compilation are the real
-    ones; only the chip is not.
+    ones; only the chip is not. `edit` may change the PTX before it runs: to plant a fault.
 
     Yields:
         The launches, in order; filled while the context runs.
@@ -155,7 +161,7 @@ def emulated(
         compiled = launch.compiled
         kinds = compiled.src.signature.items()
         steps = emulate(
-            compiled.asm["ptx"],
+            edit(compiled.asm["ptx"]),
             launch.grid,
             [x for name, kind in kinds for x in _flatten(kind, launch.arguments[name])],
             shared_bytes=compiled.metadata.shared,
@@ -163,6 +169,7 @@ def emulated(
             order=order,
             seed=seed,
             late_copies=late_copies,
+            races=races,
             reachable=reachable,
         )
         launches.append(Emulation(launch.kernel, launch.grid, steps, compiled))

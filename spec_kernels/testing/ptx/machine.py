@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .._formats import Array
-from ..errors import KernelError, OutOfBoundsError
+from ..errors import KernelError, OutOfBoundsError, RaceError
 from . import bits as _bits  # noqa: F401 - registers its operations
 from . import memory as _memory  # noqa: F401 - registers its operations
 from . import warp as _warp  # noqa: F401 - registers its operations
@@ -93,6 +93,41 @@ def scatter(storage: Array, offsets: Array, values: Array) -> None:
     typed[index[:, None] + np.arange(count)] = values
 
 
+def bytes_of(addresses: Array, nbytes: int) -> Array:
+    """Return the places `[lanes, nbytes]` of all bytes of accesses."""
+    return addresses.astype(np.int64)[:, None] + np.arange(nbytes)
+
+
+class SharedRaces:
+    """Which warps read and wrote each byte of shared memory since the last barrier: two that touch
+    one byte, at least one of them changing it, need a barrier between them."""
+
+    def __init__(self, size: int) -> None:
+        self.readers, self.writers = np.zeros((2, size), np.uint32)
+
+    def forget(self) -> None:
+        """Start anew behind a barrier."""
+        self.readers[:] = 0
+        self.writers[:] = 0
+
+    def read(self, warp: int, where: Array, text: str) -> None:
+        """Note a read of bytes; one that the warp wrote too holds its own value."""
+        bit, writers = np.uint32(1 << warp), self.writers[where]
+        if ((writers != 0) & (writers & bit == 0)).any():
+            raise RaceError(f"warp {warp} reads what another one wrote without a barrier: {text}")
+        self.readers[where] |= bit
+
+    def write(self, warp: int, where: Array, changed: Array, text: str) -> None:
+        """Note a write of bytes, of which some change."""
+        bit = np.uint32(1 << warp)
+        touched = (self.readers[where] | self.writers[where]) & ~bit
+        if (changed & (touched != 0)).any():
+            raise RaceError(
+                f"warp {warp} overwrites what another one uses without a barrier: {text}"
+            )
+        self.writers[where] |= bit
+
+
 class Code:
     """A program with every instruction turned into a Python function."""
 
@@ -129,11 +164,16 @@ class Machine:
         schedule: Schedule,
         rng: random.Random,
         late_copies: bool,
+        races: bool,
     ) -> None:
         self.code, self.parameters, self.memory = code, parameters, memory
         self.threads = code.program.threads
         self.schedule, self.rng, self.late_copies = schedule, rng, late_copies
         self.shared_size = max(shared_bytes, 16)
+        if races and schedule != "warps":
+            raise ValueError("races need schedule='warps'")
+        self.races = SharedRaces(self.shared_size) if races else None
+        self._warp = 0
         self.steps = 0
         self._all = np.arange(self.threads)
 
@@ -167,6 +207,8 @@ class Machine:
         self._check_alignment(addresses, width * count, text)
         if space == "shared":
             self._check_shared(addresses, width * count, text)
+            if self.races:
+                self.races.read(self._warp, bytes_of(addresses, width * count), text)
             return gather(self.shared, addresses, width, count)
         return self.memory.load(addresses, width, count, text)
 
@@ -176,6 +218,10 @@ class Machine:
         self._check_alignment(addresses, nbytes, text)
         if space == "shared":
             self._check_shared(addresses, nbytes, text)
+            if self.races:
+                where = bytes_of(addresses, nbytes)
+                changed = self.shared[where] != np.ascontiguousarray(values).view(np.uint8)
+                self.races.write(self._warp, where, changed, text)
             scatter(self.shared, addresses, values)
         else:
             self.memory.store(addresses, values, text)
@@ -207,6 +253,8 @@ class Machine:
             self.registers[f"%nctaid.{axis}"] = one * np.uint32(size)
         self.shared = np.full(self.shared_size // 16 * 16 + 16, 0xCD, np.uint8)
         self.copies: dict[int, list[list[Step]]] = {}
+        if self.races:
+            self.races.forget()
         self._pc = np.zeros(self.threads, np.int64)
         self._state = np.zeros(self.threads, np.int8)
         while True:
@@ -215,14 +263,16 @@ class Machine:
             if not (self._state == _WAIT).any():
                 return
             self._state[self._state == _WAIT] = _RUN  # everyone arrived
+            if self.races:
+                self.races.forget()
 
     def _choose(self) -> slice:
         """The threads whose turn it is: all, or one warp in random order."""
         if self.schedule == "lockstep":
             return slice(0, self.threads)
         warps = np.unique(self._all[self._state == _RUN] // 32)
-        warp = 32 * int(self.rng.choice(list(warps)))
-        return slice(warp, warp + 32)
+        self._warp = int(self.rng.choice(list(warps)))
+        return slice(32 * self._warp, 32 * self._warp + 32)
 
     def _run_to_barrier(self, unit: slice) -> None:
         """Run these threads until each waits or is done; diverged ones lowest place first."""

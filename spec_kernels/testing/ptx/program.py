@@ -142,6 +142,8 @@ def parse(ptx: str) -> Program:
     body = re.sub(r"//[^\n]*", "", head.group(3))
     for name in re.findall(r"\.reg\s+\.\w+\s+(\w+);", body):  # inline assembly names its own
         body = re.sub(rf"(?<![%\w$.]){name}\b", f"%{name}", body)
+    for name in set(re.findall(r"\.reg\s+\.\w+\s+([a-z]+)<", body)):  # the compiler has a %f1 too
+        body = re.sub(rf"(?<![%\w$.]){name}(?=\d|<)", f"%own{name}", body)
     for line in body.split("\n"):
         for statement in _statements(line):
             _add(program, statement)
@@ -165,7 +167,9 @@ def _add(program: Program, statement: str) -> None:
     if statement.endswith(":"):
         program.labels[statement[:-1]] = len(program.instructions)
     elif declared := re.match(r"\.reg\s+\.(?:[busf](\d+)|pred)\s+(%[a-z]+)", statement):
-        program.widths[declared.group(2)] = int(declared.group(1) or 1)
+        bits = int(declared.group(1) or 1)
+        if program.widths.setdefault(declared.group(2), bits) != bits:
+            raise UnsupportedError(statement)
     elif statement[0] == ".":
         raise UnsupportedError(statement)
     else:
