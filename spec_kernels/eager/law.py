@@ -140,7 +140,8 @@ class RowReader:
             self._laws = [
                 RowLaw(*fields) for fields in zip(*(f.tolist() for f in law), strict=True)
             ]
-        self._padded = torch.zeros(max(self.vocab, width), device=logits.device)
+        self._padded = torch.empty(max(self.vocab, width), device=logits.device)
+        self._padded[self.vocab :].zero_()
         self._buffer = self._padded[: self.vocab]
         # The row whose unfiltered weights lie in the buffer, and at which temperature.
         self._weighed: tuple[int, float] | None = None
