@@ -130,7 +130,7 @@ def test_joint_law_with_trees_in_long_runs(case: str, vocab: int) -> None:
     model = TableTarget(random_table(vocab, 16, 1.5))
     proposer = DraftModelProposer(model, tree=tree, children=children)
     decoder = Decoder(TableTarget(random_table(vocab, 15)), proposer, gamma=3, rule=rule)
-    assert run(decoder, 8 * count, 1.0) > SIGNIFICANT
+    assert run(decoder, 5 * count, 1.0) > SIGNIFICANT
 
 
 def test_joint_law_with_trees_of_ngrams() -> None:

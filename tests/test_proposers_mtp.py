@@ -205,7 +205,7 @@ def test_joint_law_of_four_tokens_in_long_runs(case: str, vocab: int) -> None:
     rule, make = law_cases()[case]
     table = random_table(vocab, 22, 1.5)
     decoder = Decoder(TableTarget(table), make(table), gamma=3, rule=rule)
-    assert run(decoder, 2500, 1.0) > SIGNIFICANT
+    assert run(decoder, 1000, 1.0) > SIGNIFICANT
 
 
 def test_a_law_that_is_not_the_one_drawn_from_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
