@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from spec_kernels import kernels, reference
+from spec_kernels import eager, kernels, reference
+from spec_kernels.kernels import _attention as shared
 from spec_kernels.kernels import attention
 from spec_kernels.kernels.attention import Config, select_config, select_unit
-from spec_kernels.testing import dry_run, emulated, interpreted, measure, watch
+from spec_kernels.testing import RaceError, dry_run, emulated, interpreted, measure, watch
 from spec_kernels.testing.hot import attention as hot
 from tests import test_attention, test_mla
 from tests.attention_cases import CHAIN, Case, make
@@ -184,8 +188,9 @@ def test_machine_code_of_further_calls(name: str, target: str) -> None:
 
 
 def test_offsets_pass_two_to_the_thirty_one() -> None:
-    """Blocks that lie 2^30 elements apart, in memory that exists only where it is touched."""
-    case = Case((20,), (2,), 2, 1, dim=16, block_size=4)
+    """Blocks that lie 2^30 elements apart, in memory that exists only where it is touched; a tile
+    of the context and one of the draft."""
+    case = Case((70,), (2,), 2, 1, dim=16, block_size=16)
     args, keywords = make(case)
     query, *caches = args[:3]
     far = []
@@ -233,3 +238,203 @@ def test_a_window_reads_only_what_it_sees() -> None:
     expected, _ = reference.verify_attention(*args, **keywords)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
     assert seen.launches[0].bytes("load", "inputs.key_cache") <= (64 + 64 + 2) * 16 * 2
+
+
+# --------------------------------------------------------------------------- compiled code
+
+SPLIT_CASE = Case((317,), (8,), heads=2, kv_heads=1, dim=64)
+"""Four tiles of context and two that meet the draft block: every loop turns more than once."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((0, 17), (3, 2), heads=2, kv_heads=1, dim=64, cache="int8"),
+        *test_attention.slow(
+            [
+                Case((5, 17), (3, 2), 2, 1, dtype=torch.float16, cache="int8", scales="token"),
+                Case((70,), (3,), 2, 1, dtype=torch.float32, dim=32),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_emulated_compiled_code_keeps_the_error_budget(case: Case) -> None:
+    """Warps in random order, shared memory under watch."""
+    args, keywords = make(case)
+    expected = reference.verify_attention(*args, **keywords)
+    judge = eager.verify_attention(*args, **keywords)
+    with emulated(races=True, order="shuffle"):
+        out, lse = kernels.verify_attention(*args, **keywords)
+    test_attention.check_budget(out, judge[0], expected[0], case.dtype)
+    test_attention.check_budget(lse, judge[1], expected[1], torch.float32)
+
+
+def without_barrier(ptx: str, n: int) -> str:
+    """The n-th barrier becomes a comment; code without one stays as it is."""
+    places = [found.start() for found in re.finditer(r"bar\.sync", ptx)]
+    return f"{ptx[: places[n]]}// {ptx[places[n] :]}" if places else ptx
+
+
+def split_barriers() -> int:
+    """The number of barriers of the split kernel; the merge has one warp, and none."""
+    with dry_run("sm_80") as launches:
+        args, keywords = make(SPLIT_CASE)
+        kernels.verify_attention(*args, **keywords)
+    split, merge = (launch.compiled.asm["ptx"].count("bar.sync") for launch in launches)
+    assert (launches[1].compiled.metadata.num_warps, merge) == (1, 0)
+    return split
+
+
+def is_needed(barrier: int) -> bool:
+    """Whether a race shows without one barrier of the split kernel.
+
+    Else it was reached, and two warps never used one byte from the barrier before it to the one
+    behind it: then it orders nothing, and the result has the same bits.
+    """
+    args, keywords = make(SPLIT_CASE)
+    edit = partial(without_barrier, n=barrier)
+    for late in (True, False):  # copies land at their wait, or at once
+        try:
+            with emulated(races=True, late_copies=late, edit=edit) as launches:
+                got = kernels.verify_attention(*args, **keywords)
+        except RaceError:
+            return True
+    with emulated() as plain:
+        expected = kernels.verify_attention(*args, **keywords)
+    assert launches[0].steps < plain[0].steps
+    assert all(map(torch.equal, got, expected))
+    return False
+
+
+def test_no_race_with_all_barriers_and_one_without_the_first_and_the_last() -> None:
+    args, keywords = make(SPLIT_CASE)
+    for late in (True, False):
+        with emulated(races=True, late_copies=late):
+            kernels.verify_attention(*args, **keywords)
+    assert is_needed(0)
+    assert is_needed(split_barriers() - 1)
+
+
+@pytest.mark.slow
+def test_every_barrier_but_one_is_needed() -> None:
+    """The one stands between the context loop, behind the last barrier of which no warp uses shared
+    memory, and the first copies for the masked loop."""
+    assert sum(not is_needed(barrier) for barrier in range(split_barriers())) <= 1
+
+
+# --------------------------------------------------------------------------- known wrong kernels
+
+
+class Fault(NamedTuple):
+    """A wrong kernel: lines of `kernels/_attention.py`, what stands there instead, and who sees it.
+
+    Attributes:
+        name: what is wrong.
+        line, wrong: text that occurs once, and its replacement.
+        shown_by: a check that fails.
+    """
+
+    name: str
+    line: str
+    wrong: str
+    shown_by: Callable[[], object]
+
+
+def budget(**fields: Any) -> Callable[[], object]:
+    """The error budget of the contract, for a case that shows the fault."""
+    case = Case((5, 70), (3, 2), heads=2, kv_heads=1, dim=16, block_size=4)
+    return partial(test_attention.run, "triton-interpreter", case._replace(**fields))
+
+
+def merge_ascending() -> None:
+    """In float32 `(1 + 1e8) - 1e8` is 0; from behind it is 1."""
+    part = torch.tensor([1.0, 1e8, -1e8]).view(3, 1, 1, 1).repeat(1, 1, 1, 16)
+    zero, one = torch.zeros(3, 1, 1), torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    out = torch.empty(1, 1, 16)
+    sizes = {"tokens": 1, "heads": 1, "batch": 1, "capacity": 2500, "window": 0}
+    with interpreted():
+        attention.merge_splits_kernel[(1, 1)](
+            out, None, part, zero, one, ints(2400), ints(0, 1), None, None, **sizes,
+            SPLIT=1024, V_DIM=16, V_BLOCK=16, HAS_WINDOW=False, BLOCK=16,
+        )  # fmt: skip
+    assert (out == 0.0).all()
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_splits_are_merged_in_ascending_order() -> None:
+    merge_ascending()
+
+
+FAULTS = [
+    Fault(
+        "merged from behind",
+        "    for split in range(first, last):\n        place = ",
+        "    for split in range(last - 1, first - 1, -1):\n        place = ",
+        merge_ascending,
+    ),
+    Fault(
+        "a split is not merged",
+        "last = tl.cdiv(tl.minimum(context + nodes, capacity), SPLIT)",
+        "last = tl.cdiv(tl.minimum(context, capacity), SPLIT)",
+        budget(contexts=(1024,), nodes=(2,)),
+    ),
+    Fault(
+        "no mask on the draft tile",
+        "        scores = tl.where(visible, scores, NEG_INF)\n",
+        "",
+        budget(),
+    ),
+    Fault(
+        "ancestors of the next tile",
+        "first = start - cache.context + 32 * i",
+        "first = start - cache.context + 32 * i + 1",
+        budget(),
+    ),
+    Fault(
+        "the window one too wide",
+        "> (rows.depth - sizes.window)",
+        ">= (rows.depth - sizes.window)",
+        budget(window=3),
+    ),
+    Fault(
+        "lse without the sum", "(largest + tl.log2(total)) * LN2", "largest * LN2", budget(tree="")
+    ),
+    Fault("lse in bits", "(largest + tl.log2(total)) * LN2", "largest + tl.log2(total)", budget()),
+    Fault("sums not rescaled", "acc * shrink[:, None]", "acc", budget(contexts=(200,), nodes=(2,))),
+    Fault(
+        "rows of 32 bits",
+        "block = tl.load(cache.table_ptr + number).to(tl.int64)",
+        "block = tl.load(cache.table_ptr + number)",
+        test_offsets_pass_two_to_the_thirty_one,
+    ),
+    Fault(
+        "masked rows of 32 bits",
+        "mask=ok, other=0).to(tl.int64)",
+        "mask=ok, other=0)",
+        test_offsets_pass_two_to_the_thirty_one,
+    ),
+]
+"""Each is a mistake that a reader of the kernels might make."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_known_wrong_kernels_are_caught(
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shared.__file__).read_text()
+    assert source.count(fault.line) == 1
+    file = tmp_path / "wrong_attention.py"
+    file.write_text(source.replace(fault.line, fault.wrong))
+    spec = importlib.util.spec_from_file_location("wrong_attention", file)
+    assert spec is not None
+    assert spec.loader is not None
+    wrong = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wrong)
+    for kernel in ("verify_split_kernel", "merge_splits_kernel"):
+        monkeypatch.setattr(attention, kernel, getattr(wrong, kernel))
+    with pytest.raises(AssertionError):
+        fault.shown_by()
