@@ -1,4 +1,4 @@
-"""Attention of draft nodes over a cache: one fused call, or chunks that are merged by their sums.
+"""Attention of draft nodes over a cache: piece by piece, merged by their sums.
 
     s_j = softcap * tanh(q . k_j * scale / softcap), or q . k_j * scale
     out = sum_j exp(s_j - lse) v_j,   lse = log sum_j exp(s_j)
@@ -6,348 +6,284 @@
 Request by request. The query heads that share a KV head are rows of one matrix, so keys and values
 are read once.
 
-1. Where torch's fused attention can do it (no soft cap, sinks or cut by a window, cache and
-   queries of one dtype, few rows or a single node), it takes all positions in one call, from where
-   they lie. Only rows of several nodes need a mask; it has at most `AT_ONCE` entries.
-2. Elsewhere positions go through in chunks of `CHUNK`, in float32, or in float64 if the query is.
-   Chunks that neither meet the draft block nor are cut by a window have no mask.
+1. Positions are cut into pieces: those that every node sees, without a mask, and those that meet
+   the draft block or the edge of a window, with one. Short requests are one piece.
+2. A piece goes through torch's fused attention, which writes no scores; with a soft cap, or values
+   of another dim than keys, through two matrix products.
+3. Rows of a contiguous cache in the dtype of the queries are read where they lie, all context at
+   once. Others, and those that need float32 for lse or sinks, are copied chunk by chunk to float32
+   (float64 if the query is).
 
-Memory in chunks: keys and values are gathered and converted chunk by chunk. Temporary floats, at
-most, with rows = nodes * heads of the largest request:
-rows * (2 * CHUNK + 3 * v_dim) + 2 * CHUNK * kv_heads * (qk_dim + v_dim). It doesn't grow with the
-context; no `[tokens, context + nodes]` mask exists.
+Memory: what is held beside inputs and outputs doesn't grow with the context, and no
+`[tokens, context + nodes]` mask exists. With rows = nodes * heads of the largest request and
+chunk = `chunk_of(...)` positions, the temporary floats are at most
+
+    rows * (4 * v_dim + qk_dim + 3 * chunk)             sums, queries; mask or scores of a piece
+    + 2 * chunk * kv_heads * (qk_dim + v_dim)           one copied chunk, nothing if read in place
+
+where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless 256 positions are more.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK: Final = 256
-"""Positions at a time: large enough for matrix products, small enough for the cache of a core."""
+from spec_kernels.eager._positions import CacheReader, Sight
 
-AT_ONCE: Final = 1 << 16
-"""Largest mask of the fused call: beyond it arithmetic counts, and chunks are as fast."""
+CHUNK: Final = 256
+"""Positions at a time in invariant calls, and least of a chunk: enough for a matrix product."""
+
+COPIED: Final = 1 << 20
+"""Floats of a chunk of keys and values: 4 MiB, which stay in a shared cache while they are used."""
+
+PACKED: Final = 1 << 16
+"""See `is_packed`; 65,536 keys and values are 512 KiB, a core's second cache."""
+
+ALIKE: Final = 8
+"""Most requests of one call of torch's fused attention."""
 
 _FUSED: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Options(NamedTuple):
-    """The keywords of a call that do not change from request to request."""
+    """What does not change from request to request.
+
+    Attributes:
+        scale, softcap, sinks, returns_lse, invariant: of the call.
+        is_fused: whether torch's fused attention computes what is asked for.
+        is_in_place: whether it takes keys and values from where they lie.
+        dtype: of products; that of the cache if `is_in_place`, else `wide`.
+        wide: float32, or float64 if the query is.
+        chunk: positions that are copied or masked at a time.
+    """
 
     scale: float
     softcap: float | None
-    sinks: Tensor | None  # [heads] f32
-    needs_lse: bool
+    sinks: Tensor | None
+    returns_lse: bool
     invariant: bool
+    is_fused: bool
+    is_in_place: bool
+    dtype: torch.dtype
+    wide: torch.dtype
+    chunk: int
 
-
-class Running(NamedTuple):
-    """A softmax on its way over the positions; rows are node-major within each KV head.
-
-    Attributes:
-        acc: `[kv_heads, rows, v_dim]`, sum of exp(s - largest) * v.
-        largest: `[kv_heads, rows, 1]`, largest score so far, -inf if nothing was seen.
-        total: `[kv_heads, rows, 1]`, sum of exp(s - largest).
-    """
-
-    acc: Tensor
-    largest: Tensor
-    total: Tensor
-
-
-class CacheReader:
-    """Reads positions of one request out of a paged or contiguous cache.
-
-    Args:
-        cache: `[blocks, block_size, kv_heads, dim]`, or `[batch, max_len, kv_heads, dim]`.
-        scale: None, one number, or one per token and head.
-        block_table, request: `[batch, max_blocks] int32` or None, and which row.
-    """
-
-    def __init__(
-        self, cache: Tensor, scale: Tensor | None, block_table: Tensor | None, request: int
-    ) -> None:
-        self.cache, self.scale, self.request = cache, scale, request
-        self.blocks = None if block_table is None else block_table[request]
-
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return positions `start .. stop`: `[1, kv_heads, stop - start, dim]`."""
-        rows = self._rows(self.cache, start, stop)
-        if rows.dtype != dtype:
-            rows = rows.to(dtype)
-        if self.scale is not None:
-            scale = self.scale
-            if scale.dim() >= 3:
-                scale = self._rows(scale, start, stop)[..., None]
-            rows = rows * scale
-        return rows.transpose(1, 2)
-
-    def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        if self.blocks is None:
-            return tensor[self.request : self.request + 1, start:stop]
-        size = tensor.shape[1]
-        first = start // size
-        blocks = self.blocks[first : -(-stop // size)]
-        own = slice(start - first * size, stop - first * size)
-        if tensor.dtype == torch.float8_e4m3fn:  # cannot be gathered
-            rows = tensor.view(torch.uint8)[blocks].view(torch.float8_e4m3fn)
-        else:
-            rows = tensor[blocks]
-        return rows.flatten(0, 1)[None, own]
-
-
-class Visibility:
-    """Which positions the nodes of one request see.
-
-    Args:
-        context, nodes, end: positions of the context, nodes, and positions that exist.
-        words, depths, window: as `ancestors` and so on of `verify_attention`, of the nodes.
-    """
-
-    def __init__(
-        self,
-        context: int,
-        nodes: int,
-        end: int,
-        words: Tensor | None,
-        depths: Tensor | None,
-        window: int | None,
-    ) -> None:
-        self.context, self.nodes, self.end = context, nodes, end
-        self.words, self.depths = words, depths
-        self.window = None if window is None or window >= context + nodes else window
+    @classmethod
+    def make(
+        cls,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        is_paged: bool,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        returns_lse: bool,
+        invariant: bool,
+    ) -> Options:
+        """Decide how a call is made."""
+        dim, row = keys.shape[3], keys.shape[2] * (keys.shape[3] + values.shape[3])
+        wide = torch.promote_types(query.dtype, torch.float32)
+        is_fused = softcap is None and not invariant and dim == values.shape[3] > 0
+        is_at_hand = is_fused and not is_paged and keys.stride(3) == values.stride(3) == 1
+        is_narrow = is_at_hand and keys.dtype == query.dtype and sinks is None
+        dtype = query.dtype if is_narrow else wide
+        return cls(
+            dim**-0.5 if scale is None else scale,
+            softcap,
+            sinks,
+            returns_lse,
+            invariant,
+            is_fused,
+            is_at_hand and keys.dtype == dtype,
+            dtype,
+            wide,
+            max(COPIED // max(row, 1) // CHUNK * CHUNK, CHUNK),
+        )
 
     @property
-    def is_whole(self) -> bool:
-        """Tell that every node sees all positions: there is one, and no tree."""
-        return self.nodes == 1 and self.words is None and self.window is None
-
-    def spans(self) -> list[tuple[int, int, bool]]:
-        """Cut what some node sees into `(start, stop, is_masked)`, each at most CHUNK long."""
-        start = whole = 0
-        if self.window is not None:
-            depths = self._depths()
-            below = self.context - self.window + 1
-            start = min(max(below + int(depths.min()), 0), self.context, self.end)
-            whole = below + int(depths.max())
-        stops = [(first, min(first + CHUNK, self.end)) for first in range(start, self.end, CHUNK)]
-        return [(first, stop, first < whole or stop > self.context) for first, stop in stops]
-
-    def mask(self, start: int, stop: int) -> Tensor:
-        """Return what each node sees of some positions: `[nodes, stop - start]`."""
-        seen = torch.ones(self.nodes, stop - start, dtype=torch.bool)
-        end, first = min(stop, self.end), max(start, self.context)
-        if end > first:
-            block = self._draft_block(first - self.context, end - self.context)
-            seen[:, first - start : end - start] = block
-        if stop > end:
-            seen[:, max(end - start, 0) :] = False
-        if self.window is not None:
-            other = torch.arange(start, stop) - self.context
-            depths = self._depths()
-            depth = torch.where(other < 0, other, depths[other.clamp(0, self.nodes - 1)])
-            seen &= depth > depths[:, None] - self.window
-        return seen
-
-    def bias(self, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Return what to add to the scores of all positions, 0 or -inf, for `group` rows a node:
-        `[1, 1, nodes * group, end]`, or None: nothing is hidden. Without a window.
-        """
-        if self.is_whole or self.end <= self.context:
-            return None
-        if self.words is None:
-            bias = torch.full((self.nodes, self.end), -math.inf, dtype=dtype)
-            bias.triu_(self.context + 1)
-        else:
-            bias = torch.zeros(self.nodes, self.end, dtype=dtype)
-            bias[:, self.context :] = self._draft_block(0, self.end - self.context).log()
-        rows = bias[:, None].expand(self.nodes, group, self.end)
-        return rows.reshape(1, 1, self.nodes * group, self.end)
-
-    def _depths(self) -> Tensor:
-        return torch.arange(self.nodes) if self.depths is None else self.depths.long()
-
-    def _draft_block(self, first: int, stop: int) -> Tensor:
-        """Return 1 where a node sees one of the nodes `first .. stop`: `[nodes, stop - first]`."""
-        if self.words is None:
-            return torch.ones(self.nodes, stop - first, dtype=torch.bool).tril_(-first)
-        bits = (self.words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
-        bits = bits.flatten(1)[:, first:stop]
-        missing = stop - first - bits.shape[1]
-        return torch.nn.functional.pad(bits, (0, missing)) if missing > 0 else bits
+    def is_lse_rough(self) -> bool:
+        """Tell that torch's lse is good for merging, but not to be returned."""
+        return self.dtype != self.wide
 
 
-def attend(
-    running: Running | None,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    softcap: float | None,
-) -> Running:
-    """Go on over some positions.
+Sums = tuple[Tensor, Tensor]
+"""Attention to some positions: out `[requests, heads, rows, v_dim]` and lse without v_dim. A row
+that sees nothing has out 0 and lse -inf."""
+
+
+def attend_plain(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, softcap: float | None
+) -> Sums:
+    """Attend to the positions of a piece by two matrix products.
 
     Args:
-        running: the softmax so far; None at the first positions.
-        query: `[kv_heads, rows, qk_dim]`, scaled.
-        keys, values: `[kv_heads, positions, dim]`.
-        mask: `[rows, positions]`, or None: all are seen.
+        query: `[1, kv_heads, rows, qk_dim]`, scaled.
+        keys, values: `[1, kv_heads, positions, dim]`.
+        bias: `[1, 1, rows, positions]`, or None: all are seen.
         softcap: bound of the scores, or None.
     """
-    scores = torch.bmm(query, keys.transpose(1, 2))
+    scores = torch.matmul(query, keys.transpose(2, 3))
     if softcap is not None:
         scores.mul_(1.0 / softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores.masked_fill_(~mask, -math.inf)
+    if bias is not None:
+        scores.add_(bias)
     largest = scores.amax(-1, keepdim=True)
-    if running is not None:
-        largest = torch.maximum(running.largest, largest)
-    origin = largest if mask is None else largest.masked_fill(largest == -math.inf, 0.0)
-    weights = scores.sub_(origin).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if running is None:
-        return Running(torch.bmm(weights, values), largest, total)
-    shrink = (running.largest - origin).exp_()
-    total += running.total * shrink
-    return Running(torch.baddbmm(running.acc.mul_(shrink), weights, values), largest, total)
+    if bias is not None:
+        largest.masked_fill_(largest == -math.inf, 0.0)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)  # at least 1, or 0
+    out = torch.matmul(weights, values).div_(total.clamp(min=1.0))
+    return out, largest.add_(total.log_())[..., 0]
 
 
-def attend_at_once(
-    query: Tensor, keys: CacheReader, values: CacheReader, sight: Visibility, options: Options
-) -> tuple[Tensor, Tensor | None]:
-    """Do as `attend_in_chunks` in one call of torch's fused attention; see `is_for_fused`."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    out: Tensor
-    lse: Tensor | None
-    out, lse = _FUSED(
-        query[None],
-        keys.read(0, sight.end, query.dtype),
-        values.read(0, sight.end, query.dtype),
-        attn_mask=sight.bias(query.shape[1] // sight.nodes, wide),
-        scale=options.scale,
-    )
-    if not options.needs_lse:
-        return out[0], None
-    if query.dtype == wide:
-        return out[0], lse[0, ..., None]
-    return out[0], attend_in_chunks(query, keys, values, sight, options)[1]  # its own is rough
+def attend_fused(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
+) -> Sums:
+    """Do as `attend_plain` in one call that writes no scores; rows that see nothing get lse 0."""
+    out, lse = _FUSED(query, keys, values, attn_mask=bias, scale=scale)
+    return out, lse
 
 
-def attend_in_chunks(
-    query: Tensor, keys: CacheReader, values: CacheReader, sight: Visibility, options: Options
-) -> tuple[Tensor, Tensor | None]:
-    """Attend in float32 or float64, chunk by chunk.
+def add_piece(whole: Sums, piece: Sums) -> Sums:
+    """Merge as `merge_attention`, writing over the first sums."""
+    (out, lse), (part, part_lse) = whole, piece
+    share = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # NaN: neither saw anything
+    return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
 
-    Args:
-        query: `[kv_heads, nodes * group, qk_dim]`.
-        keys, values: the cache of the request.
-        sight: what its nodes see.
-        options: of the call.
 
-    Returns:
-        out: `[kv_heads, nodes * group, v_dim]`.
-        lse: `[kv_heads, nodes * group, 1]`; None unless needed.
+def attend_pieces(
+    query: Tensor, keys: CacheReader, values: CacheReader, sight: Sight, options: Options
+) -> Sums:
+    """Attend to all positions in the dtype of `query`: `[requests, heads, nodes * group, dim]`,
+    with heads those of the cache, or with group 1 any multiple.
     """
-    query = query.to(torch.promote_types(query.dtype, torch.float32)) * options.scale
-    group = query.shape[1] // sight.nodes
-    running = None
-    if options.invariant:
-        running = attend_node_by_node(query, keys, values, sight, options)
-    else:
-        for start, stop, is_masked in sight.spans():
-            mask = sight.mask(start, stop).repeat_interleave(group, 0) if is_masked else None
-            k, v = (reader.read(start, stop, query.dtype)[0] for reader in (keys, values))
-            running = attend(running, query, k, v, mask, options.softcap)
-    if running is None:  # no positions
-        out = query.new_zeros(*query.shape[:2], values.cache.shape[3])
-        return out, query.new_full((*query.shape[:2], 1), -math.inf)
-    acc, largest, total = running
-    out = acc.div_(total.masked_fill(total == 0.0, 1.0))
-    return out, largest + total.log() if options.needs_lse else None
+    group, dtype = query.shape[2] // sight.nodes, query.dtype
+    is_in_place = options.is_in_place and dtype == options.dtype
+    if not options.is_fused:
+        query = query * options.scale
+    whole: Sums | None = None
+    for start, stop, is_masked in sight.pieces(group, options.chunk, is_in_place):
+        k, v = keys.read(start, stop, dtype), values.read(start, stop, dtype)
+        bias = sight.bias(start, stop, group, options.wide) if is_masked else None
+        if options.is_fused:
+            out, lse = attend_fused(query, k, v, bias, options.scale)
+            if bias is not None and sight.may_hide_all(start):
+                lse = lse.masked_fill(bias.amax(3) == -math.inf, -math.inf)
+        else:
+            out, lse = attend_plain(query, k, v, bias, options.softcap)
+        if whole is None:
+            whole = out, lse
+        else:
+            whole = add_piece((whole[0].to(options.wide), whole[1]), (out, lse))
+    return nothing(query, values) if whole is None else whole
+
+
+def nothing(query: Tensor, values: CacheReader) -> Sums:
+    """Return attention to no positions."""
+    out = query.new_zeros(*query.shape[:3], values.cache.shape[3])
+    return out, out.new_full(out.shape[:3], -math.inf)
 
 
 def attend_node_by_node(
-    query: Tensor, keys: CacheReader, values: CacheReader, sight: Visibility, options: Options
-) -> Running | None:
-    """Go over all positions with matrices of one shape, so that a node's bits don't depend on its
+    query: Tensor, keys: CacheReader, values: CacheReader, sight: Sight, options: Options
+) -> Sums:
+    """Do as `attend_pieces` with matrices of one shape, so that a node's bits don't depend on its
     neighbours: one node at a time, over chunks at absolute positions, masked to their full length.
     """
-    kv_heads, _, dim = query.shape
-    queries = [part.contiguous() for part in query.chunk(sight.nodes, 1)]
-    running: list[Running | None] = [None] * sight.nodes
-    k = query.new_zeros(kv_heads, CHUNK, dim)
-    v = query.new_zeros(kv_heads, CHUNK, values.cache.shape[3])
+    _, kv_heads, _, dim = query.shape
+    parts = [part.contiguous() for part in (query * options.scale).chunk(sight.nodes, 2)]
+    whole = [nothing(part, values) for part in parts]
+    k = query.new_zeros(1, kv_heads, CHUNK, dim)
+    v = query.new_zeros(1, kv_heads, CHUNK, values.cache.shape[3])
     for start in range(0, sight.end, CHUNK):
         stop = min(start + CHUNK, sight.end)
-        k[:, : stop - start] = keys.read(start, stop, query.dtype)[0]
-        v[:, : stop - start] = values.read(start, stop, query.dtype)[0]
-        mask = sight.mask(start, start + CHUNK)
-        for node, part in enumerate(queries):
-            running[node] = attend(running[node], part, k, v, mask[node], options.softcap)
-    found = [part for part in running if part is not None]
-    return Running(*(torch.cat(x, 1) for x in zip(*found, strict=True))) if found else None
+        k[:, :, : stop - start] = keys.read(start, stop, query.dtype)
+        v[:, :, : stop - start] = values.read(start, stop, query.dtype)
+        bias = sight.bias(start, start + CHUNK, 1, query.dtype)
+        for node, part in enumerate(parts):
+            sums = attend_plain(part, k, v, bias[:, :, node : node + 1], options.softcap)
+            whole[node] = add_piece(whole[node], sums)
+    outs, lses = zip(*whole, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def is_for_fused(
-    query: Tensor, keys: CacheReader, values: CacheReader, sight: Visibility, options: Options
-) -> bool:
-    """Tell that torch's fused attention computes what is asked for, and fast.
-
-    It wants adjacent columns, and no row that sees nothing, as a tree without context may have.
-    A request alone decides, so that its rows do not depend on others.
+def is_packed(nodes: int, heads: int, dim: int, end: int) -> bool:
+    """Tell that the heads of a KV head become rows of one matrix: it costs copies of the queries,
+    which few nodes pay back where products are large, and many where keys outgrow a core's cache.
     """
-    nodes, heads, dim = query.shape
-    k, v = keys.cache, values.cache
-    if options.softcap is not None or options.sinks is not None or sight.window is not None:
-        return False
-    if k.dtype != query.dtype or dim != v.shape[3] or options.invariant:
-        return False
-    if sight.context < (0 if sight.words is None else 1):
-        return False
-    if not query.stride(2) == k.stride(3) == v.stride(3) == 1:
-        return False
-    mask = 0 if sight.is_whole else nodes * heads // k.shape[2] * sight.end
-    return mask <= AT_ONCE and (keys.blocks is None or sight.end <= CHUNK)
+    return nodes == 1 or end * dim * (1 if nodes >= 32 else heads / 2) > PACKED
+
+
+def by_head(query: Tensor, nodes: int, heads: int) -> Tensor:
+    """Turn `[tokens, heads * group, dim]` into `[requests, heads, nodes * group, dim]`."""
+    tokens, all_heads, dim = query.shape
+    if heads == all_heads:
+        return query.view(tokens // nodes, nodes, heads, dim).transpose(1, 2)
+    grouped = query.view(tokens // nodes, nodes, heads, all_heads // heads, dim)
+    return grouped.transpose(1, 2).flatten(2, 3)
 
 
 def by_node(rows: Tensor, nodes: int) -> Tensor:
-    """Turn `[kv_heads, nodes * group, dim]` into `[nodes, heads, dim]`."""
-    kv_heads, count, dim = rows.shape
-    if nodes == 1:
-        return rows.reshape(1, kv_heads * count, dim)
-    grouped = rows.view(kv_heads, nodes, count // nodes, dim).transpose(0, 1)
-    return grouped.reshape(nodes, -1, dim)
+    """Turn `[requests, heads, nodes * group, ...]` into `[tokens, heads * group, ...]`."""
+    requests, heads, count, *dims = rows.shape
+    if count != nodes:
+        rows = rows.view(requests, heads, nodes, count // nodes, *dims)
+    return rows.transpose(1, 2).reshape(requests * nodes, -1, *dims)
 
 
-def attend_request(
-    query: Tensor, keys: CacheReader, values: CacheReader, sight: Visibility, options: Options
+def attend_requests(
+    query: Tensor, keys: CacheReader, values: CacheReader, sight: Sight, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from the nodes of one request, `[nodes, heads, qk_dim]`.
+    """Attend from the nodes of one request, or of several that are alike.
+
+    Args:
+        query: `[requests * nodes, heads, qk_dim]`.
+        keys, values: the cache of the requests.
+        sight: what their nodes see.
+        options: of the call.
 
     Returns:
-        out: `[nodes, heads, v_dim]`.
-        lse: `[nodes, heads]`; None unless needed.
+        out: `[requests * nodes, heads, v_dim]`.
+        lse: `[requests * nodes, heads]`; None unless needed.
     """
-    nodes, heads, dim = query.shape
-    kv_heads = keys.cache.shape[2]
-    rows = query.view(nodes, kv_heads, heads // kv_heads, dim)
-    rows = rows[0] if nodes == 1 else rows.transpose(0, 1).reshape(kv_heads, -1, dim)
-    if is_for_fused(query, keys, values, sight, options):
-        out, lse = attend_at_once(rows, keys, values, sight, options)
-    else:
-        out, lse = attend_in_chunks(rows, keys, values, sight, options)
-    out = by_node(out, nodes)
-    if lse is None:
-        return out, None
-    lse = by_node(lse, nodes)
-    if options.sinks is not None:
-        whole = torch.logaddexp(lse, options.sinks[:, None])
-        out, lse = out * (lse - whole).exp_(), whole
-    return out, lse[..., 0]
+    (_, heads, dim), nodes = query.shape, sight.nodes
+    if not options.is_fused or is_packed(nodes, heads, dim, sight.end):
+        heads = keys.cache.shape[2]
+    rows = by_head(query, nodes, heads)
+    if rows.stride(3) != 1:
+        rows = rows.contiguous()
+    if rows.dtype != options.dtype:
+        rows = rows.to(options.dtype)
+    attend = attend_node_by_node if options.invariant else attend_pieces
+    out, lse = attend(rows, keys, values, sight, options)
+    if not options.returns_lse and options.sinks is None:
+        return by_node(out, nodes), None
+    if options.is_lse_rough:
+        lse = attend_pieces(rows.to(options.wide), keys, values, sight, options)[1]
+    out, lse = by_node(out, nodes), by_node(lse, nodes)
+    if options.sinks is None:
+        return out, lse
+    whole = torch.logaddexp(lse, options.sinks.to(lse.dtype))
+    return out * (lse - whole).exp_()[..., None], whole
+
+
+def runs(context_lens: list[int], starts: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of requests with equal numbers of positions and nodes, at most `most` of them."""
+    sizes = list(zip(context_lens, (b - a for a, b in pairwise(starts)), strict=True))
+    begin = 0
+    for b in range(1, len(sizes) + 1):
+        if b == len(sizes) or b - begin == most or sizes[b] != sizes[begin]:
+            if sizes[begin][1]:
+                yield begin, b
+            begin = b
 
 
 def verify_attention(
@@ -397,39 +333,45 @@ def verify_attention(
         >>> verify_attention(x[0, :1], x, 3 * x, lens, cu, 1)
         (tensor([[[3.]]]), None)
     """
+    options = Options.make(
+        query, key_cache, value_cache, block_table is not None,
+        scale=scale, softcap=softcap, sinks=sinks, returns_lse=return_lse, invariant=invariant,
+    )  # fmt: skip
     capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     capacity = capacity if max_seqlen_k is None else min(capacity, max_seqlen_k)
-    if sinks is not None:
-        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
-    scale = query.shape[2] ** -0.5 if scale is None else scale
-    options = Options(scale, softcap, sinks, return_lse or sinks is not None, invariant)
-    parts: list[tuple[int, int, Tensor, Tensor | None]] = []
-    ends = cu_seqlens_q.tolist()
-    for b, context in enumerate(context_lens.tolist()):
-        first, last = ends[b], ends[b + 1]
-        if first == last:
-            continue
-        sight = Visibility(
-            context,
-            last - first,
-            min(context + last - first, capacity),
-            None if ancestors is None else ancestors[first:last],
-            None if depths is None else depths[first:last],
+    parts: list[tuple[slice, Tensor, Tensor | None]] = []
+    lens, starts = context_lens.tolist(), cu_seqlens_q.tolist()
+    is_copied = not options.is_in_place or (return_lse and options.is_lse_rough)
+    for begin, end in runs(lens, starts, 1 if is_copied or window is not None else ALIKE):
+        own = slice(starts[begin], starts[end])
+        nodes = starts[begin + 1] - own.start
+        sight = Sight(
+            lens[begin],
+            nodes,
+            min(lens[begin] + nodes, capacity),
+            None if ancestors is None else ancestors[own],
+            None if depths is None else depths[own],
             window,
         )
-        keys = CacheReader(key_cache, key_scale, block_table, b)
-        values = CacheReader(value_cache, value_scale, block_table, b)
-        rows = query[first:last]
-        parts.append((first, last, *attend_request(rows, keys, values, sight, options)))
-    if len(parts) == 1 and parts[0][:2] == (0, len(query)):
-        _, _, out, lse = parts[0]
-        return out.to(query.dtype), (lse.float() if lse is not None and return_lse else None)
-    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
-    lse = query.new_full(out.shape[:2], -math.inf, dtype=torch.float32) if return_lse else None
-    for first, last, part, part_lse in parts:
-        out[first:last] = part
+        keys = CacheReader(key_cache, key_scale, block_table, begin, end)
+        values = CacheReader(value_cache, value_scale, block_table, begin, end)
+        parts.append((own, *attend_requests(query[own], keys, values, sight, options)))
+    return joined(parts, query, value_cache.shape[3], return_lse)
+
+
+def joined(
+    parts: list[tuple[slice, Tensor, Tensor | None]], query: Tensor, dim: int, returns_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Put the results of requests together, 0 and -inf where there are none."""
+    if len(parts) == 1 and len(parts[0][1]) == len(query):
+        _, out, lse = parts[0]
+        return out.to(query.dtype), lse.float() if returns_lse and lse is not None else None
+    out = query.new_zeros(*query.shape[:2], dim)
+    lse = query.new_full(out.shape[:2], -math.inf, dtype=torch.float32) if returns_lse else None
+    for own, part, part_lse in parts:
+        out[own] = part
         if lse is not None and part_lse is not None:
-            lse[first:last] = part_lse
+            lse[own] = part_lse
     return out, lse
 
 
