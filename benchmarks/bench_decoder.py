@@ -1,15 +1,23 @@
 """Tokens per second of the decoder by gamma, where the time goes, and what the model predicts.
 
-For every proposer and gamma 1..8 (and "auto"): decoded text per second of the rounds, the split of
-their time, and beside the measured speed-up over plain decoding the one of `cost_model`, from
-numbers measured apart from it:
+For every proposer and gamma 0..8 (and "auto"): text per second of the rounds, the split of their
+time, and beside the measured speed-up over plain decoding the one of `cost_model`, from numbers
+that were measured apart from it:
 
-- v: forwards over 1..9 nodes behind the first prompt, in turns, plus what else a plain round takes;
-- c and o: rounds of another prompt;
-- alpha, and the share of rounds with drafts: counted at the largest gamma, on the same prompts.
+- v: bare forwards over 1..9 nodes behind the prompt;
+- c, o, and what a plain round takes beside its forward: rounds of another prompt;
+- alpha of each position, and the share of rounds with drafts: the rounds of the largest gamma,
+  replayed for the others. Where a round begins depends on gamma: after a failure more often the
+  larger gamma is, so the alphas that one gamma counted are not those of another.
 
-Greedy, batch 1, prompts of kind "copy". The draft model is the target without most of its layers:
-too slow to gain time, but its rounds have a c.
+All gammas decode the same text at the same time: the one that has the least of it takes the next
+round, and bare forwards come in between. So a machine that drifts drifts for all, and the run may
+stop at any time (`--budget`). "auto" has learned its costs on the other prompt. `--clock cpu` takes
+CPU seconds instead, for one thread on a machine that others use.
+
+Greedy, batch 1, prompts of kind "copy". The draft model is the target without three of its layers:
+too slow to gain time, but its rounds have a c. An MTP proposer of depth gamma drafts with the
+weights in the package; they were trained for three depths.
 
     python -m benchmarks.bench_decoder --threads 2
 
@@ -19,127 +27,238 @@ Last line of stdout: one JSON object.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import transformers
 
 from benchmarks import harness
 from benchmarks.bench_trees import skip_layers
-from spec_kernels.cost_model import StepCosts, speedups
+from spec_kernels.adaptive import CostMeter, Judged
+from spec_kernels.cost_model import StepCosts, conditional_acceptance, speedups
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.integrations import smollm2
 from spec_kernels.integrations.prompts import PROMPTS
+from spec_kernels.integrations.smollm2_mtp import load_smollm2_mtp
 from spec_kernels.integrations.transformers import TransformersTarget
-from spec_kernels.proposers import DraftModelProposer, NgramProposer
-from spec_kernels.stats import DecoderStats
+from spec_kernels.proposers import DraftModelProposer, MTPProposer, NgramProposer
+from spec_kernels.stats import Seconds
 
 MAX_GAMMA = 8
+GAMMAS = (*range(MAX_GAMMA + 1), "auto")
+APART = (0, 1, 4, MAX_GAMMA)
+"""Gammas of the rounds that c and o come from."""
+PARTS = ("draft", "verify", "accept", "state")
 METRIC = "tokens per second of the rounds, prefill left out; speed-up over plain decoding"
+Propose = Callable[[int], Any]
+"""Makes the proposer for a largest gamma."""
 
 
-def decode(
-    target: Any, proposer: Any, gamma: Any, prompts: Sequence[Sequence[int]], tokens: int
-) -> tuple[DecoderStats, Any]:
-    """Decode the prompts one after the other; return the counters of all, and the last run."""
-    decoder = Decoder(target, proposer, gamma=gamma, max_gamma=MAX_GAMMA)
-    total, run = DecoderStats(), None
-    for prompt in prompts:
-        run = decoder.start([Request(prompt, max_new_tokens=tokens)])
-        chunks = []
-        while not run.is_done:
-            chunks += run.step()
-        stats = chunks[-1].generation.stats
-        seconds = {k: v + getattr(total.seconds, k) for k, v in vars(stats.seconds).items()}
-        total = DecoderStats.total([total, stats])
-        for name, value in seconds.items():
-            setattr(total.seconds, name, value)
-    return total, run
+class Work(Protocol):
+    """Something that is done bit by bit, in turns with the others."""
+
+    @property
+    def done(self) -> float:
+        """How much of it is done; from 1 on, all."""
+
+    def step(self) -> None:
+        """Do one bit."""
 
 
-def measure_forwards(target: Any, prompt: Sequence[int], repeats: int) -> dict[int, float]:
-    """Return median seconds of a forward over 1..9 nodes behind a prompt."""
-    cache = target.open(1, len(prompt) + MAX_GAMMA + 1)
-    target.prefill(cache, 0, prompt[:-1])
-    lens = cache.context_lens.clone()
+class Lane:
+    """A prompt being decoded with one gamma.
 
-    def forward(nodes: int) -> Any:
-        tokens = torch.tensor([list(prompt[-1:]) * nodes])
+    Attributes:
+        rounds: drafts asked for, drafts that were there, what was judged, and the times.
+    """
 
-        @torch.no_grad()
-        def call() -> None:
-            target.forward(tokens, torch.tensor([nodes], dtype=torch.int32), cache)
-            cache.truncate(lens)
+    def __init__(self, decoder: Decoder, prompt: Sequence[int], tokens: int) -> None:
+        self._tokens, self.emitted = tokens, 0
+        self.rounds: list[tuple[int, int, Judged, Seconds]] = []
+        self._run = decoder.start([Request(prompt, max_new_tokens=tokens)])
+        self._run.pace = _Recorder(self._run.pace, self.rounds)
 
-        return call
+    @property
+    def done(self) -> float:
+        """The share of the tokens that it has."""
+        return 1.0 if self._run.is_done else self.emitted / self._tokens
 
-    calls = {str(nodes): forward(nodes) for nodes in range(1, MAX_GAMMA + 2)}
-    times = harness.measure(calls, repeats=repeats)
-    return {int(nodes): found.p50 for nodes, found in times.items()}
+    def step(self) -> None:
+        """Run one round."""
+        self.emitted += sum(len(chunk.tokens) for chunk in self._run.step())
+
+    def seconds(self, part: str = "decode") -> float:
+        """Return the time of its rounds, or of a part of it."""
+        return sum(getattr(seconds, part) for *_, seconds in self.rounds)
 
 
-def predict(
-    forwards: dict[int, float], plain: DecoderStats, meter: Any, counted: DecoderStats
-) -> tuple[list[float], dict[str, Any]]:
-    """Return the speed-up of gamma 0..8, and the v, c, o and alpha that it comes from."""
-    apart = meter.costs()
-    seconds = plain.seconds
-    rest = (seconds.decode - seconds.verify) / plain.steps
-    step = forwards[1] + rest
-    v = {nodes: (time + rest) / step for nodes, time in forwards.items()}
-    costs = StepCosts(v, c=apart.c, o=apart.o)
-    rows = zip(counted.matrix.accepted, counted.matrix.tried, strict=True)
-    alpha = [kept[0] / tried[0] for kept, tried in rows if tried and tried[0]]
-    alpha = [*alpha, *[0.0] * MAX_GAMMA][:MAX_GAMMA]
-    drafted = counted.matrix.tried[0][0] / counted.steps if counted.matrix.tried else 0.0
-    gains = speedups(alpha, costs, max_gamma=MAX_GAMMA, drafted=drafted)
-    return gains, {"v": v, "c": costs.c, "o": costs.o, "alpha": alpha, "drafted": drafted}
+class _Recorder:
+    """A pace that writes down what its rounds came to."""
+
+    def __init__(self, pace: Any, rounds: list[tuple[int, int, Judged, Seconds]]) -> None:
+        self._pace, self._rounds, self._asked = pace, rounds, 0
+
+    def begin(self, room: int) -> int:
+        self._asked = self._pace.begin(room)
+        return self._asked
+
+    def end(self, draft: Any, judged: Any, lap: Any) -> None:
+        (one,) = judged
+        self._rounds.append((self._asked, draft.tokens.shape[1] - 1, one, lap.seconds()))
+        self._pace.end(draft, [one], lap)
+
+
+class Forwards:
+    """Bare forwards over 1..9 nodes behind a prompt.
+
+    Attributes:
+        times: seconds by number of nodes.
+    """
+
+    def __init__(self, target: Any, prompt: Sequence[int], sweeps: int) -> None:
+        self._target, self._last, self._sweeps = target, prompt[-1], sweeps
+        self._cache = target.open(1, len(prompt) + MAX_GAMMA + 1)
+        target.prefill(self._cache, 0, prompt[:-1])
+        self._lens = self._cache.context_lens.clone()
+        self.times: dict[int, list[float]] = {nodes: [] for nodes in range(1, MAX_GAMMA + 2)}
+
+    @property
+    def done(self) -> float:
+        """The share of the sweeps over all widths."""
+        return len(self.times[MAX_GAMMA + 1]) / self._sweeps
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Measure every width once."""
+        for nodes, times in self.times.items():
+            tokens = torch.tensor([[self._last] * nodes])
+            count = torch.tensor([nodes], dtype=torch.int32)
+            begin = time.perf_counter()
+            self._target.forward(tokens, count, self._cache)
+            times.append(time.perf_counter() - begin)
+            self._cache.truncate(self._lens)
+
+
+def take_turns(works: Sequence[Work], end: float = math.inf) -> None:
+    """Do all works, always a bit of the one that is least done, until `end` by the clock."""
+    while time.monotonic() < end:
+        work = min(works, key=lambda work: work.done)
+        if work.done >= 1.0:
+            return
+        work.step()
+
+
+def replay(kept: Sequence[tuple[bool, int]], most: int, gamma: int) -> list[tuple[bool, int]]:
+    """Return the rounds that `gamma` would have had where `most` had others.
+
+    A draft is right or wrong by its place in the text, wherever the round began; so a run of right
+    ones is cut into rounds of gamma + 1 tokens, the last of which ends at the wrong one. The token
+    behind a full round was no draft: it counts as a right one if the next round begins with one.
+
+    Args:
+        kept: of each round of the larger gamma, whether there were drafts and how many were kept.
+        most: that gamma.
+        gamma: at least 1, at most `most`.
+
+    Example:
+        >>> replay([(True, 4), (True, 1), (False, 0)], 4, 2)
+        [(True, 2), (True, 2), (True, 0), (False, 0)]
+    """
+    found, run = [], 0
+    for place, (has_drafts, right) in enumerate(kept):
+        run += right
+        follows = kept[place + 1][1] if place + 1 < len(kept) else 0
+        if right == most and follows:
+            run += 1
+            continue
+        found += [(True, gamma)] * (run // (gamma + 1))
+        found.append((has_drafts, run % (gamma + 1)))
+        run = 0
+    return found
+
+
+def count(rounds: Sequence[tuple[bool, int]], gamma: int) -> tuple[list[float], float]:
+    """Return the acceptance of each position, and the share of rounds with drafts.
+
+    Example:
+        >>> count([(True, 2), (True, 1), (False, 0)], 2)
+        ([1.0, 0.5], 0.6666666666666666)
+    """
+    kept = [right for has_drafts, right in rounds if has_drafts]
+    survived = [sum(right >= i for right in kept) / max(len(kept), 1) for i in range(1, gamma + 1)]
+    return conditional_acceptance(survived), len(kept) / len(rounds)
+
+
+def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> StepCosts:
+    """Return v of the bare forwards, c and o of the rounds apart."""
+    meter, rest = CostMeter(), []
+    for lane in apart:
+        for asked, depth, _, seconds in lane.rounds:
+            meter.take(asked, depth, seconds)
+            if asked == 0:
+                rest.append(seconds.decode - seconds.verify)
+    found, beside = meter.costs(), statistics.median(rest)
+    assert found is not None
+    times = {nodes: statistics.median(each) + beside for nodes, each in forwards.times.items()}
+    return StepCosts({n: t / times[1] for n, t in times.items()}, c=found.c, o=found.o)
 
 
 def measure(
-    target: Any, proposer: Any, name: str, prompts: list[list[int]], options: Any
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the rows of one proposer, and what its predictions come from."""
-    other, chosen = prompts[0], prompts[1:]
-    forwards = measure_forwards(target, chosen[0], options.forwards)
-    _, apart = decode(target, proposer, "auto", [other], options.max_new_tokens)
-    gammas = [0, *range(1, MAX_GAMMA + 1), "auto"]
-    found: dict[Any, list[DecoderStats]] = {gamma: [] for gamma in gammas}
-    for _ in range(options.repeats):
-        for gamma in gammas:
-            stats, _ = decode(target, proposer, gamma, chosen, options.max_new_tokens)
-            found[gamma].append(stats)
-    gains, inputs = predict(forwards, found[0][-1], apart.pace.meter, found[MAX_GAMMA][-1])
-    speeds = {
-        gamma: statistics.median(one.emitted / one.seconds.decode for one in runs)
-        for gamma, runs in found.items()
+    target: Any, propose: Propose, prompts: Sequence[Sequence[int]], options: Any, end: float
+) -> tuple[dict[Any, Lane], StepCosts]:
+    """Return what every gamma took on the second prompt, and the costs measured apart from it."""
+    proposers = {gamma: propose(gamma) for gamma in range(1, MAX_GAMMA + 1)}
+    proposers |= {0: None, "auto": proposers[MAX_GAMMA]}
+    decoders = {
+        gamma: Decoder(target, proposers[gamma], gamma=gamma, max_gamma=MAX_GAMMA)
+        for gamma in GAMMAS
     }
+    other, prompt = prompts
+    apart = [Lane(decoders[gamma], other, options.apart) for gamma in APART]
+    first = Lane(decoders["auto"], other, options.apart)
+    forwards = Forwards(target, prompt, options.forwards)
+    take_turns([*apart, first])
+    lanes = {gamma: Lane(decoders[gamma], prompt, options.max_new_tokens) for gamma in GAMMAS}
+    take_turns([*lanes.values(), forwards], end)
+    return lanes, costs_of(forwards, apart)
+
+
+def judge(name: str, lanes: dict[Any, Lane], costs: StepCosts) -> list[dict[str, Any]]:
+    """Return a row per gamma: what was measured and, except for "auto", predicted."""
+    kept = [(one.drafts, one.accepted) for _, _, one, _ in lanes[MAX_GAMMA].rounds]
+    speeds = {gamma: lane.emitted / lane.seconds() for gamma, lane in lanes.items()}
     rows = []
-    for gamma, runs in found.items():
-        stats, parts = runs[-1], vars(runs[-1].seconds)
+    for gamma, lane in lanes.items():
+        predicted: float | None = 1.0
+        if gamma == "auto":
+            predicted = None
+        elif gamma:
+            alpha, drafted = count(replay(kept, MAX_GAMMA, gamma), gamma)
+            predicted = speedups(alpha, costs, max_gamma=gamma, drafted=drafted)[gamma]
         row = {
             "proposer": name,
             "gamma": gamma,
             "tokens_per_second": speeds[gamma],
-            "tokens_per_round": stats.mean_accepted_length,
+            "tokens_per_round": lane.emitted / len(lane.rounds),
             "measured": speeds[gamma] / speeds[0],
-            "predicted": None if gamma == "auto" else gains[gamma],
-            "split": {
-                part: parts[part] / stats.seconds.decode
-                for part in ("draft", "verify", "accept", "state")
-            },
+            "predicted": predicted,
+            **{part: lane.seconds(part) / lane.seconds() for part in PARTS},
         }
         rows.append(row)
         print(describe(row), flush=True)
-    return rows, inputs
+    return rows
 
 
 def describe(row: dict[str, Any]) -> str:
     """Return one line of the table."""
-    split = "  ".join(f"{part} {share:4.0%}" for part, share in row["split"].items())
+    split = "  ".join(f"{part} {row[part]:4.0%}" for part in PARTS)
     guess = "" if row["predicted"] is None else f"{row['predicted']:9.2f}"
     return (
         f"{row['proposer']:12}{row['gamma']!s:>6}{row['tokens_per_second']:9.1f}"
@@ -147,47 +266,71 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
+def make_proposers(model: Any, skipped: Sequence[int]) -> dict[str, Propose]:
+    """Return the proposers by name."""
+    drafter = TransformersTarget(skip_layers(model, skipped))
+    mtp = load_smollm2_mtp(model, "sequential")
+    return {
+        "ngram": lambda gamma: NgramProposer(4, 2),
+        "draft-model": lambda gamma: DraftModelProposer(drafter),
+        "mtp": lambda gamma: MTPProposer(mtp, depth=gamma),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark and print its table."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--forwards", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--layers", type=int, default=6, help="of the draft model, from the first")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--forwards", type=int, default=5, help="of each width")
+    parser.add_argument("--apart", type=int, default=12, help="tokens of the other prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: 1 thread")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all of it")
+    parser.add_argument("--skipped", type=int, nargs="+", default=[14, 18, 22])
+    parser.add_argument("--proposers", nargs="+", default=["ngram", "draft-model", "mtp"])
+    parser.add_argument("--write", action="store_true", help="keep the record in results/")
+    parser.add_argument("--append", action="store_true", help="to the rows of the record there")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given)
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model, tokenizer = smollm2.load(dtype="float32")
     target = TransformersTarget(model)
     copies = [prompt for prompt in PROMPTS if prompt.kind == "copy"]
-    prompts = [prompt.encode(tokenizer) for prompt in copies[: options.prompts + 1]]
-    total = len(model.model.layers)
-    drafter = TransformersTarget(skip_layers(model, range(options.layers, total)))
-    proposers = {"ngram": NgramProposer(4, 2), "draft-model": DraftModelProposer(drafter)}
+    prompts = [copies[place].encode(tokenizer) for place in (1, 0)]
+    propose = make_proposers(model, options.skipped)
     head = harness.header(
         model="smollm2",
         dtype="float32",
         batch=1,
-        context=[len(prompt) for prompt in prompts[1:]],
-        prompts=[prompt.name for prompt in copies[1 : options.prompts + 1]],
-        max_new_tokens=options.max_new_tokens,
+        context=len(prompts[1]),
+        prompt=copies[0].name,
         gamma=f"0..{MAX_GAMMA} and auto",
         sampling="greedy",
-        draft_model=f"the first {options.layers} of {total} layers",
+        clock=options.clock,
+        draft_model=f"the model without layers {options.skipped}",
         metric=METRIC,
-        command="python -m benchmarks.bench_decoder " + " ".join(sys.argv[1:]),
+        command="python -m benchmarks.bench_decoder " + " ".join(given),
     )
     print(f"{'proposer':12}{'gamma':>6}{'tok/s':>9}{'/round':>7}{'measured':>10}{'predicted':>9}")
-    rows: list[dict[str, Any]] = []
-    head["inputs"] = {}
-    for name, proposer in proposers.items():
-        found, head["inputs"][name] = measure(target, proposer, name, prompts, options)
-        rows += found
-    harness.print_record("decoder", head, rows)
-    return {"benchmark": "decoder", **head, "rows": rows}
+    record: dict[str, Any] = {"benchmark": "decoder", **head, "inputs": {}, "rows": []}
+    file = harness.RESULTS / "decoder-cpu.json"
+    if options.append:
+        earlier = json.loads(file.read_text())
+        record = {**earlier, "command": f"{earlier['command']}`, `{head['command']}"}
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    for place, name in enumerate(options.proposers, start=1):
+        end = began + options.budget * place / len(options.proposers)
+        with mock.patch.object(time, "perf_counter", clock):
+            lanes, costs = measure(target, propose[name], prompts, options, end)
+        record["rows"] += judge(name, lanes, costs)
+        record["inputs"][name] = {**vars(costs), "tokens": lanes[0].emitted}
+    if options.write:
+        harness.write(record, "cpu")
+    print(json.dumps(record))
+    return record
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from typing import Any
 
 from benchmarks import harness
 
-OPERATIONS = ("accept", "tree_accept", "law", "sample", "match", "cache", "mla")
+OPERATIONS = ("accept", "tree_accept", "law", "sample", "match", "cache", "attention", "mla")
 OTHERS = ("dispatch", "scaling")
 PROGRAMS = {
-    "attention": ("--contexts", "512", "2048", "--dtypes", "float32", "--repeats", "3"),
     "generate": (
         "--dtypes",
         "float32",
@@ -32,7 +31,7 @@ PROGRAMS = {
         "1",
     ),
     "trees": ("--prompts", "2", "--max-new-tokens", "8"),
-    "decoder": ("--max-new-tokens", "16", "--forwards", "2"),
+    "decoder": ("--max-new-tokens", "16", "--budget", "60"),
     "traffic": ("row_law",),
 }
 """Benchmarks with tables of their own, and the arguments with which they take a minute."""
