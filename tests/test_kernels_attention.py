@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import mmap
 import re
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def test_invariant_calls_have_one_tile_and_no_fused_products(
         ((300, 512, torch.bfloat16, ("hip", "gfx942")), Config(16, 32, 4, 2)),
         ((64, 128, torch.bfloat16, ("hip", "gfx942")), Config(64, 64, 4, 2)),
         ((64, 128, torch.float32, ("cuda", 90)), Config(32, 32, 8, 5)),
+        ((64, 512, torch.float32, ("hip", "gfx942")), Config(16, 16, 4, 2)),
+        ((64, 512, torch.float32, ("cuda", 90)), Config(16, 16, 8, 2)),
         ((300, 128, torch.bfloat16, ("hip", "gfx950")), Config(128, 32, 8, 2)),
     ],
 )
@@ -164,19 +167,26 @@ MORE = {
     "block1": call(block_size=1, dim=64),
     "window-softcap": call({"window": 4096, "softcap": 30.0}),
     "int8": call(cache_dtype=torch.int8),
-    "int8-nodes16": call(cache_dtype=torch.int8, nodes=16),
-    "e4m3-nodes16": call(cache_dtype=torch.float8_e4m3fn, nodes=16),
     "f32": call(dtype=torch.float32, dim=64),
 }
 
 
+OWN_TILE = {
+    "int8-nodes16": call(cache_dtype=torch.int8, nodes=16),
+    "e4m3-nodes16": call(cache_dtype=torch.float8_e4m3fn, nodes=16),
+}
+"""Calls that have a tile of their own on gfx950."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", SHARED)
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*itertools.product(MORE, SHARED), *((name, "gfx950") for name in OWN_TILE)],
+)
 def test_machine_code_of_further_calls(name: str, target: str) -> None:
     """No spills, matrix instructions, 16-byte loads, and shared memory that the chip has."""
     with dry_run(target) as launches:
-        MORE[name]()
+        (MORE | OWN_TILE)[name]()
     used = measure(launches[0].compiled, target)
     assert used.spill_bytes == 0
     assert used.shared_bytes <= SHARED[target]

@@ -89,6 +89,7 @@ def select_config(
     | contiguous | 3 stages | two buffers |
     | AMD | 2 stages, latents 16 rows | 64 KB of shared memory on gfx942 |
     | float32 | 32 positions and rows; above dim 128 16 of both, 2 stages | twice the bytes |
+    | latents of float32 on AMD | 4 warps | 8 have half the registers each, and spill |
 
     Args:
         rows: nodes times query heads per KV head.
@@ -113,7 +114,8 @@ def select_config(
     block_m = min(max(triton.next_power_of_2(rows), 16), most)
     if dtype == torch.float32:
         wide = dim <= 128
-        return Config(block_m, 32 if wide else 16, 8, stages if wide or is_amd else 2)
+        num_warps = 4 if is_amd and dim > 256 else 8
+        return Config(block_m, 32 if wide else 16, num_warps, stages if wide or is_amd else 2)
     if dim <= 128:
         narrow = 64 if is_amd or (arch > 80 and is_plain) else 32
         block_n = 64
