@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_kernels import eager, reference, tree
 from spec_kernels.ops import merge_attention, verify_attention
@@ -298,6 +299,84 @@ def test_eager_bits_do_not_depend_on_what_else_is_asked_for(
             ancestors=keywords["ancestors"][first:last], depths=keywords["depths"][first:last],
         )  # fmt: skip
         assert torch.equal(own, out[first:last])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("context", [40, 700], ids=["unpacked", "packed"])
+def test_eager_bits_do_not_depend_on_requests_of_equal_size(
+    dtype: torch.dtype, context: int
+) -> None:
+    """They share a call, at most `ALIKE` of them, each with its own tree."""
+    case = Case((context,) * 10, (0, *(6,) * 9), block_size=0, dtype=dtype)
+    (query, keys, values, context_lens, cu, most), keywords = make(case)
+    out, _ = eager.verify_attention(
+        query, keys, values, context_lens, cu, most, ancestors=keywords["ancestors"]
+    )
+    for b in (1, 5, 8, 9):
+        own = slice(6 * b - 6, 6 * b)
+        alone, _ = eager.verify_attention(
+            query[own], keys[b : b + 1], values[b : b + 1], context_lens[:1], cu[1:3], most,
+            ancestors=keywords["ancestors"][own],
+        )  # fmt: skip
+        assert torch.equal(alone, out[own])
+
+
+@pytest.mark.parametrize("context", [40, 9_000], ids=["one-piece", "pieces"])
+def test_eager_remembers_a_mask_for_its_own_tree_only(context: int) -> None:
+    """Calls of one size in a row: a chain, trees, and the chain again."""
+    case = Case((context,), (4,), heads=2, kv_heads=1, dim=16, dtype=torch.float32, block_size=0)
+    args, _ = make(case)
+    _, keys, values, *_ = args
+    for kind in ("", STAR, COMB, CHAIN, ""):
+        words = describe_tree(make_parents(kind, 4), 1)[0] if kind else None
+        out, _ = eager.verify_attention(*args, ancestors=words)
+        seen = torch.ones(4, context + 4, dtype=torch.bool)
+        bits = torch.ones(4, 4).tril() if words is None else words >> torch.arange(4) & 1
+        seen[:, context:] = bits.bool()
+        q, k, v = (x.double().transpose(0, 1) for x in (args[0], keys[0], values[0]))
+        expected = F.scaled_dot_product_attention(
+            q, k[:, : context + 4], v[:, : context + 4], seen, enable_gqa=True
+        )
+        torch.testing.assert_close(out.double(), expected.transpose(0, 1), rtol=1e-5, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    def __init__(self, *inputs: Tensor | None) -> None:
+        super().__init__()
+        self._known = {x.untyped_storage().data_ptr() for x in inputs if x is not None}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype=torch.float32, block_size=0),
+        Case(dtype=torch.bfloat16, block_size=0, sinks=True),
+        Case(dtype=torch.bfloat16, window=4_000),
+        Case(dtype=torch.float32, softcap=5.0, tree=""),
+    ],
+    ids=str,
+)
+def test_eager_memory_does_not_grow_with_the_context(case: Case) -> None:
+    """A dense mask has tokens * (context + nodes) entries."""
+    found = []
+    for context in (5_000, 8_000):
+        args, keywords = make(
+            case._replace(contexts=(context,), nodes=(40,), heads=2, kv_heads=1, dim=16)
+        )
+        with Largest(*args[:5], *(x for x in keywords.values() if isinstance(x, Tensor))) as made:
+            eager.verify_attention(*args, **keywords)
+        found.append(made.bytes)
+    assert found[0] == found[1]
 
 
 # --------------------------------------------------------------------------- merging

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_kernels.decoder import Chunk, Decoder, Request, Run
+from spec_kernels.integrations.transformers import TransformersTarget
 from spec_kernels.proposers import BestFirst, DraftModelProposer, NgramProposer
 from spec_kernels.targets import KVCache, ModuleTarget
 from spec_kernels.types import Draft, OutOfBlocks
 from tests.tiny_models import TinyGPT, gpt
 
 BLOCK_SIZES = (1, 4, 16)
+AnyTarget = ModuleTarget | TransformersTarget
 PROPOSERS: dict[str, Callable[[ModuleTarget], Any]] = {
     "chain": lambda model: DraftModelProposer(model, temperature=0.7),
     "template": lambda model: DraftModelProposer(model, tree=[2, 2, 1], temperature=0.7),
@@ -37,19 +40,37 @@ def text(ids: Any) -> str:
     return "".join(chr(97 + i % 26) for i in ids)
 
 
-def decoder_of(kind: str, target: ModuleTarget) -> Decoder:
+def decoder_of(kind: str, target: AnyTarget) -> Decoder:
     return Decoder(target, PROPOSERS[kind](paged()), gamma=4, detokenize=text)
 
 
 @remember
-def expected_outputs() -> dict[int, tuple[int, ...]]:
+def expected_outputs(make: Callable[..., AnyTarget]) -> dict[int, tuple[int, ...]]:
     """What the requests give when nothing fails."""
-    outputs = decoder_of("template", gpt()).generate(REQUESTS)
+    outputs = decoder_of("template", contiguous(make())).generate(REQUESTS)
     return {index: output.tokens for index, output in enumerate(outputs)}
 
 
 def paged(block_size: int = 4, num_blocks: int | None = None) -> ModuleTarget:
     return ModuleTarget(TinyGPT().eval(), block_size=block_size, num_blocks=num_blocks)
+
+
+def llama(block_size: int = 4) -> TransformersTarget:
+    """A Hugging Face model of two layers, in float64 up to its logits."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 31}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.4)).double()
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: logits.float())
+    return TransformersTarget(model.eval(), block_size=block_size)
+
+
+@remember
+def contiguous(target: AnyTarget) -> AnyTarget:
+    """The same model without blocks."""
+    if isinstance(target, ModuleTarget):
+        return ModuleTarget(target.module)
+    return TransformersTarget(target.model)
 
 
 def rows_of(cache: KVCache, request: int, length: int) -> list[Tensor]:
@@ -69,7 +90,7 @@ def check_blocks(cache: KVCache) -> None:
         assert list(blocks) == [entry for entry in entries if entry >= 0] == entries[: len(blocks)]
 
 
-def check_cache(run: Run, target: ModuleTarget) -> None:
+def check_cache(run: Run, target: AnyTarget) -> None:
     """The target's cache holds a fresh prefill of all committed tokens but the last, no more."""
     cache = run.cache
     check_blocks(cache)
@@ -81,9 +102,9 @@ def check_cache(run: Run, target: ModuleTarget) -> None:
             check_rows(target, cache, index, run.state.tokens[index, :length].tolist())
 
 
-def check_rows(target: ModuleTarget, cache: KVCache, index: int, tokens: list[int]) -> None:
+def check_rows(target: AnyTarget, cache: KVCache, index: int, tokens: list[int]) -> None:
     """The rows of a request are those of a fresh prefill."""
-    plain = ModuleTarget(target.module)
+    plain = contiguous(target)
     fresh = plain.open(1, len(tokens))
     plain.prefill(fresh, 0, tokens)
     pairs = zip(rows_of(cache, index, len(tokens)), rows_of(fresh, 0, len(tokens)), strict=True)
@@ -92,7 +113,7 @@ def check_rows(target: ModuleTarget, cache: KVCache, index: int, tokens: list[in
 
 
 def check_draft_cache(run: Run, target: ModuleTarget) -> None:
-    """The draft model's cache holds a prefix of the committed tokens."""
+    """The cache of the draft model, `target`, holds a prefix of the committed tokens."""
     cache = getattr(run.session, "cache", None)
     if cache is None:
         return
@@ -128,19 +149,23 @@ def random_requests(rng: random.Random) -> list[Request]:
     ]
 
 
-CASES = [(size, kind) for size in BLOCK_SIZES for kind in PROPOSERS]
+CASES = [(paged, size, kind) for size in BLOCK_SIZES for kind in PROPOSERS]
+CASES += [(llama, 4, kind) for kind in PROPOSERS]
 
 
 @pytest.mark.parametrize(
-    ("block_size", "kind", "rounds"),
-    [(1, "template", 12), (4, "best-first", 12), (16, "chain", 12), (4, "ngram-tree", 12)]
+    ("make", "block_size", "kind", "rounds"),
+    [(paged, 1, "template", 12), (paged, 4, "best-first", 12), (paged, 16, "chain", 12)]
+    + [(paged, 4, "ngram-tree", 12), (llama, 4, "template", 12), (llama, 1, "ngram", 12)]
     + [pytest.param(*case, 200, marks=pytest.mark.slow) for case in CASES],
 )
-def test_random_rounds(block_size: int, kind: str, rounds: int) -> None:
+def test_random_rounds(
+    make: Callable[..., AnyTarget], block_size: int, kind: str, rounds: int
+) -> None:
     """Batch after batch, ragged, requests leaving at different times: each cache is a fresh
     prefill of what was committed, and dead rows, full of NaN, never reach an output."""
-    rng, target = random.Random(f"{block_size}-{kind}"), paged(block_size)
-    decoder, undisturbed = decoder_of(kind, target), decoder_of(kind, gpt())
+    rng, target = random.Random(f"{block_size}-{kind}"), make(block_size)
+    decoder, undisturbed = decoder_of(kind, target), decoder_of(kind, contiguous(target))
     done = moved = 0
     while done < rounds:
         requests = random_requests(rng)
@@ -152,7 +177,7 @@ def test_random_rounds(block_size: int, kind: str, rounds: int) -> None:
                 poison_dead_rows(run.session.cache)
             chunks += run.step()
             check_cache(run, target)
-            check_draft_cache(run, target)
+            check_draft_cache(run, gpt())
             done += 1
         assert run.cache.num_free == run.cache.keys[0].shape[0]
         assert outputs_of(chunks) == {i: output.tokens for i, output in enumerate(expected)}
@@ -187,7 +212,8 @@ def failing(function: Callable[..., Any], *, calls: int = 1) -> Callable[..., An
 
 def plant(place: str, decoder: Decoder, run: Run, patch: pytest.MonkeyPatch) -> None:
     """Let one part of the next round fail once it has done its work."""
-    caches = "spec_kernels.nn._cache"
+    caches, target = "spec_kernels.nn._cache", decoder.target
+    head = target.module if isinstance(target, ModuleTarget) else target._head
     owner, name, calls = {
         "propose": (run.session, "propose", 1),
         "draft-forward": (run.session._model, "forward", 2),
@@ -195,7 +221,7 @@ def plant(place: str, decoder: Decoder, run: Run, patch: pytest.MonkeyPatch) -> 
         "slots": (run.cache, "slots", 1),
         "first-layer": (run.cache, "append", 1),
         "last-layer": (run.cache, "append", 2),
-        "model": (decoder.target.module, "head", 1),
+        "model": (head, "head" if isinstance(target, ModuleTarget) else "forward", 1),
         "verifier": (decoder, "verifier", 1),
         "detokenize": (run._rows[1].scanner._text, "_detokenize", 1),
         "move": (caches, "compact_cache", 1),
@@ -221,7 +247,7 @@ def snapshot(run: Run) -> list[Any]:
     return [lens, blocks, rows, run.state.tokens.tolist(), steps]
 
 
-def finish(run: Run, target: ModuleTarget) -> dict[int, tuple[int, ...]]:
+def finish(run: Run, target: AnyTarget) -> dict[int, tuple[int, ...]]:
     """Go on to the end, under check."""
     chunks: list[Chunk] = []
     while not run.is_done:
@@ -235,15 +261,20 @@ PLACES = ["propose", "draft-forward", "reserve", "slots", "first-layer", "last-l
 PLACES += ["verifier", "detokenize", "move", "keep", "commit"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [(paged, place) for place in PLACES]
+    + [(llama, "last-layer"), (llama, "move")]
+    + [pytest.param(llama, place, marks=pytest.mark.slow) for place in PLACES],
+)
 def test_a_fault_at_any_point_leaves_everything_as_before(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., AnyTarget], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first round and a later one, on trees: rows have to move. Generation then goes on with
     the same text."""
-    target = paged()
+    target = make()
     decoder = decoder_of("template", target)
-    expected = expected_outputs()
+    expected = expected_outputs(make)
     for good_rounds in (0, 2):
         run = decoder.start(REQUESTS)
         for _ in range(good_rounds):
@@ -262,7 +293,7 @@ def test_a_round_without_blocks_can_be_repeated() -> None:
     """Somebody else holds the blocks: the round says how many are missing, and changes nothing."""
     target = paged()
     decoder = decoder_of("template", target)
-    expected = expected_outputs()
+    expected = expected_outputs(paged)
     run = decoder.start(REQUESTS)
     run.step()
     before, pool = snapshot(run), run.cache._lists.pool
@@ -289,7 +320,7 @@ def test_a_request_that_ends_makes_room_for_the_others() -> None:
 def test_an_interrupted_generator_leaves_a_run_that_goes_on() -> None:
     target = paged()
     decoder = decoder_of("template", target)
-    expected = expected_outputs()
+    expected = expected_outputs(paged)
 
     def chunks(run: Run) -> Iterator[Chunk]:
         while not run.is_done:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_kernels.integrations.transformers import TransformersCache, TransformersTarget
-from spec_kernels.targets import Cache, Target, TargetOutput
+from spec_kernels.integrations.transformers import TransformersTarget
+from spec_kernels.targets import Cache, KVCache, Target, TargetOutput
 from spec_kernels.tree import pack_parents
 
 VOCAB, LENGTH = 61, 48
@@ -26,8 +26,18 @@ SIZES = {
 }
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 WINDOW = {"sliding_window": 4}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+}
 # Grouped heads, biases, learned positions and no grouping, scaled embeddings, a window in every
-# layer, windows in some layers with caps on scores and logits, per-head norms and two rotary bases.
+# layer, windows in some layers with caps on scores and logits, per-head norms and two rotary bases,
+# sinks, and values narrower than keys.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SIZES | GROUPED,
     "qwen2": SIZES | {"num_key_value_heads": 3},
@@ -36,16 +46,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": SIZES | GROUPED | WINDOW,
     "gemma2": SIZES | GROUPED | WINDOW | {"attn_logit_softcapping": 2.0},
     "gemma3_text": SIZES | GROUPED | WINDOW,
+    "gpt_oss": SIZES | GROUPED | WINDOW | {"num_local_experts": 2, "num_experts_per_tok": 2},
+    "deepseek_v3": SIZES | LATENT,
 }
+ROUNDING = {"gemma2": 1e-5}  # its own attention rounds its probabilities to float32
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Return a model with random weights large enough that attention matters."""
     torch.manual_seed(7)
     config = AutoConfig.for_model(kind, **MODELS[kind])
-    # the model's own softcap exists in its plain attention only
-    own = "eager" if kind == "gemma2" else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=own)
+    # the models' own softcap and sinks exist in their plain attention only
+    own = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=own, experts_implementation="eager"
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -73,8 +88,7 @@ def check_forward(
 
     `committed[b]` ends with the root; an empty list marks an absent request.
     """
-    # Gemma 2's own attention rounds its probabilities to float32
-    rounding = 1e-5 if target.model.config.model_type == "gemma2" else 1e-7
+    rounding = ROUNDING.get(target.model.config.model_type, 1e-7)
     nodes = 2 + max(len(draft) for draft in drafts)
     tokens = torch.full((len(drafts), nodes), -1)
     num_nodes = torch.zeros(len(drafts), dtype=torch.int32)
@@ -95,11 +109,11 @@ def check_forward(
         torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
 
 
-def used_part(cache: TransformersCache, row: int) -> Tensor:
+def used_part(cache: KVCache, row: int) -> Tensor:
     """Return all K/V that count for one request, layers stacked."""
     length = int(cache.context_lens[row])
-    buffers = [buffer for buffer in cache.keys + cache.values if buffer is not None]
-    return torch.stack([buffer[row, :, :length] for buffer in buffers])
+    layers = [cache.rows(n, cache.context_lens, length) for n in range(len(cache.keys))]
+    return torch.cat([part[row].flatten(1) for both in layers for part in both], 1)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -135,9 +149,7 @@ def test_equals_the_models_own_forward(kind: str) -> None:
         check_caches(target, cache, committed)
 
 
-def check_caches(
-    target: TransformersTarget, cache: TransformersCache, committed: list[list[int]]
-) -> None:
+def check_caches(target: TransformersTarget, cache: KVCache, committed: list[list[int]]) -> None:
     """The cache holds what a fresh prefill of all committed tokens but the last would."""
     assert cache.context_lens.tolist() == [len(context) - 1 for context in committed]
     for row, context in enumerate(committed):
@@ -247,7 +259,6 @@ def test_embeddings_are_the_models_own() -> None:
     [
         ("mamba", {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}, "recurrent state"),
         ("bloom", {"hidden_size": 8, "n_layer": 1, "n_head": 2}, "not support"),
-        ("gpt_oss", SIZES | GROUPED | {"num_local_experts": 2}, "s_aux"),
         ("llama4_text", SIZES | GROUPED | {"num_local_experts": 2}, "chunked_attention"),
     ],
 )
@@ -311,7 +322,7 @@ def check_tree(
     start: int = 0,
 ) -> None:
     """Each node's logits are the model's own behind the context and the path to the node."""
-    rounding = 1e-5 if target.model.config.model_type == "gemma2" else 1e-7
+    rounding = ROUNDING.get(target.model.config.model_type, 1e-7)
     for row, parents in enumerate(trees):
         assert (output.row[row, len(parents) :] == -1).all()
         assert (output.row[row, :start] == -1).all()
@@ -322,11 +333,13 @@ def check_tree(
             torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "mistral", "gemma2", "qwen2", "gpt_oss", "deepseek_v3"]
+)
 def test_trees_equal_the_models_own_forward_on_every_path(kind: str) -> None:
     """Ragged trees, requests without drafts and absent ones, whole and level by level; the kept
-    path leaves the cache that a fresh prefill would."""
-    target = TransformersTarget(make_model(kind))
+    path leaves the cache that a fresh prefill would. The cache is paged."""
+    target = TransformersTarget(make_model(kind), block_size=4)
     committed = [random_tokens(length) for length in (6, 1, 9)]
     cache = target.open(3, LENGTH)
     for row, context in enumerate(committed):

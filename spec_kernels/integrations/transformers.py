@@ -5,13 +5,10 @@ lengths. A registered attention function keeps K/V instead:
 
 1. around each of our calls the model's attention implementation is `spec_kernels`, and the step's
    data travel to every layer as a keyword argument of the model;
-2. the attention of each layer writes its new K/V rows behind the context of their request, in
-   buffers `[batch, kv_heads, rows + 1, head_dim]` allocated once (padding: to the last row);
-3. it then attends with `scaled_dot_product_attention` to the rows visible from each node, the
-   query heads of a K/V head packed into one tile, so that K/V are read once; a tree adds a mask
-   over its own rows;
-4. accepting or rejecting drafts changes the per-request lengths; the rows of a path through a tree
-   move together first.
+2. the tokens of all requests are one row, `[1, tokens]`, each with its own position; on a CPU
+   without padding, whatever the requests' lengths;
+3. the attention of each layer appends its new K/V rows to our cache (`targets.open_cache`) and
+   attends with `verify_attention`: there is no mask, trees bring ancestor words and depths.
 
 Outside our calls the model works as before, with its own attention and its own caches.
 """
@@ -27,11 +24,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from spec_kernels.integrations._attention import Step, TransformersCache, Trees, attend
-from spec_kernels.targets import Cache, TargetOutput
+from spec_kernels.integrations._attention import Probe, attend
+from spec_kernels.targets import Cache, KVCache, Nodes, TargetOutput, make_room, open_cache
+from spec_kernels.tree import depths
 
 _NAME: Final = "spec_kernels"
-_PREFILL_CHUNK: Final = 256  # bounds the attention mask: chunk x context
+_PREFILL_CHUNK: Final = 256  # bounds the memory of activations and scores
 _ATTENTION_KINDS: Final = frozenset({"full_attention", "sliding_attention", "attention"})
 
 
@@ -41,6 +39,8 @@ class TransformersTarget:
     Args:
         model: any causal language model of transformers that calls the attention interface, in eval
             mode. Its weights are shared, its own behaviour does not change.
+        block_size, num_blocks: of a paged cache; by default the device decides: blocks of 16 rows
+            on a GPU, contiguous rows on a CPU.
 
     Attributes:
         vocab_size: ids that the model has logits for.
@@ -64,7 +64,13 @@ class TransformersTarget:
         torch.Size([2, 11])
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
         self.model = model
@@ -76,6 +82,8 @@ class TransformersTarget:
         self.vocab_size: int = head.weight.shape[0]
         self.max_length: int | None = getattr(self._config, "max_position_embeddings", None)
         self._layers: int = self._config.num_hidden_layers
+        self._blocks = block_size, num_blocks
+        self._probe: Probe | None = None
         AttentionInterface.register(_NAME, attend)
 
     @property
@@ -84,19 +92,41 @@ class TransformersTarget:
         device: torch.device = self.model.device
         return device
 
-    def open(self, batch: int, capacity: int) -> TransformersCache:
+    def open(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache for `batch` requests of at most `capacity` positions each.
 
         Raises:
             ValueError: `batch` is not positive, or `capacity` is not in 1..max_length.
-            NotImplementedError: the model's rotary frequencies would change with the length.
+            NotImplementedError: the model's rotary frequencies would change with the length, or its
+                layers ask for what the attention here cannot do.
         """
         if batch < 1:
             raise ValueError(f"batch must be positive, got {batch}")
         if capacity < 1 or (self.max_length is not None and capacity > self.max_length):
             raise ValueError(f"capacity must be in 1..{self.max_length}, got {capacity}")
         _refuse_dynamic_rope(self._config, capacity)
-        return TransformersCache(batch, capacity, self._layers, self.device)
+        if self._probe is None:
+            self._probe = self._find_shapes()
+        return open_cache(
+            [self._probe.shapes[layer] for layer in range(self._layers)],
+            batch,
+            capacity,
+            dtype=self._probe.dtype,
+            device=self.device,
+            block_size=self._blocks[0],
+            num_blocks=self._blocks[1],
+        )
+
+    def _find_shapes(self) -> Probe:
+        """Run the model over one token, to learn what its layers store."""
+        probe, one = Probe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._run(one, one, probe, logits=False)
+        if sorted(probe.shapes) != list(range(self._layers)):
+            raise NotImplementedError(
+                f"{len(probe.shapes)} attention layers ran for the {self._layers} layers of "
+                f"{type(self.model).__name__}: not supported"
+            )
+        return probe
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings of `tokens`, `[...] int64`, as `[..., size]`."""
@@ -114,17 +144,21 @@ class TransformersTarget:
         Raises:
             ValueError: the request would become longer than the capacity.
         """
-        assert isinstance(cache, TransformersCache)
-        start = int(cache.context_lens[row])
+        assert isinstance(cache, KVCache)
+        lens = cache.context_lens.tolist()
+        counts = [len(tokens) if b == row else 0 for b in range(cache.batch)]
+        _check_capacity(cache, [n + c if c else 0 for n, c in zip(lens, counts, strict=True)])
+        cache.tell(lens)
+        cache.reserve(counts)
+        num_nodes = torch.tensor(counts, dtype=torch.int32, device=self.device)
         states = [self.embed(torch.zeros(0, dtype=torch.int64, device=self.device))]
-        _check_capacity(cache, [row], [start + len(tokens)])
         for first in range(0, len(tokens), _PREFILL_CHUNK):
             ids = torch.tensor([list(tokens[first : first + _PREFILL_CHUNK])], device=self.device)
-            width = ids.shape[1]
-            step = Step(cache, [row], [start + first], [width], contained=False)
-            wanted = list(range(width)) if hidden else []
-            states.append(self._run(ids, step, wanted, logits=False)[1])
-        cache.context_lens[row] += len(tokens)
+            end = first + ids.shape[1]
+            part = [min(count, end) for count in counts]
+            new = Nodes(cache, num_nodes, end, part, start=first, contained=False)
+            states.append(self._run(ids, new.positions[None], new, logits=False)[1])
+        cache.advance(counts)
         return torch.cat(states) if hidden else None
 
     def forward(
@@ -141,8 +175,8 @@ class TransformersTarget:
 
         Args:
             tokens: `[batch, nodes] int64`; what stands behind `num_nodes` is not read.
-            num_nodes: `[batch] int32`; requests without a node from `start` on are left out of
-                the forward.
+            num_nodes: `[batch] int32`; on a CPU requests without a node from `start` on are left
+                out of the forward.
             cache: from `open`. A failure leaves its lengths as they were.
             parents: `[batch, nodes] int32`; None = chains.
             start: first node to compute; the K/V of the nodes before it are in place.
@@ -152,55 +186,42 @@ class TransformersTarget:
             TargetOutput: one row of logits for every node from `start` on; `row` is -1 elsewhere.
 
         Raises:
-            ValueError: wrong shapes, or a request would become longer than the capacity.
+            ValueError: wrong shapes, or (on a CPU) a request would become longer than the capacity.
+            OutOfBlocks: of a cache with `num_blocks`; nothing was written.
 
         Note:
-            Reads the lengths from the device, once.
+            Reads no device value.
         """
-        assert isinstance(cache, TransformersCache)
+        assert isinstance(cache, KVCache)
         batch, nodes = tokens.shape
         if batch != cache.batch or list(num_nodes.shape) != [batch]:
             raise ValueError(f"tokens must be [{cache.batch}, nodes], got {list(tokens.shape)}")
-        trees = None if parents is None else Trees.make(parents, num_nodes, start)
-        deepest = num_nodes - 1 if trees is None else trees.depth.amax(1)
-        columns = [cache.context_lens, num_nodes, deepest]
-        lens, given, depth = torch.stack([c.to(torch.int32) for c in columns]).tolist()
-        counts = [min(n, nodes) - start for n in given]
-        rows = [row for row in range(batch) if counts[row] > 0]
-        if not rows:
+        num_nodes = num_nodes.clamp(0, nodes).to(torch.int32)
+        if self.device.type == "cpu":
+            deepest = num_nodes if parents is None else depths(parents, num_nodes).amax(1) + 1
+            ends = torch.where(num_nodes > start, cache.context_lens + deepest, 0)
+            _check_capacity(cache, ends.tolist())
+        counts = make_room(cache, num_nodes, nodes, is_tree=parents is not None)
+        if counts is not None and max(counts) <= start:
             empty = torch.empty(0, self.vocab_size, dtype=self.model.dtype, device=self.device)
             return TargetOutput(empty, torch.full_like(tokens, -1, dtype=torch.int32))
-        _check_capacity(cache, rows, [lens[row] + depth[row] + 1 for row in rows])
-        cache.holds_tree = trees is not None
-        if trees is not None:
-            cache.extend(nodes)
-            trees = trees if len(rows) == batch else trees.of(torch.tensor(rows))
-        active = [counts[row] for row in rows]
-        step = Step(cache, rows, [lens[row] + start for row in rows], active, trees)
-        ids = tokens[:, start : start + step.width]
-        ids = ids if len(rows) == batch else ids[rows]
-        numbers, wanted = _number_rows(rows, active, step.width, (batch, nodes, start))
-        logits, states = self._run(ids.clamp(0, self.vocab_size - 1), step, wanted)
-        return TargetOutput(logits, numbers.to(self.device), states if hidden else None)
+        new = Nodes(cache, num_nodes, nodes, counts, parents=parents, start=start)
+        ids = new.pick(tokens[:, start:]).clamp(0, self.vocab_size - 1)[None]
+        logits, states = self._run(ids, new.positions[None], new)
+        if new.is_spoiled(states):
+            logits, states = self._run(ids, new.positions[None], new)
+        return TargetOutput(logits, new.row, states if hidden else None)
 
     @torch.no_grad()
     def _run(
-        self, ids: Tensor, step: Step, wanted: list[int], *, logits: bool = True
+        self, ids: Tensor, positions: Tensor, step: Nodes | Probe, *, logits: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return logits and last hidden states of the wanted places, `[len(wanted), ...]` each."""
+        """Return logits, if wanted, and last hidden states of all tokens, `[tokens, ...]` each."""
         if self.model.training:
             raise ValueError("the model must be in eval mode: call model.eval()")
-        with self._attention(), self._select_rows(wanted, ids.numel(), logits) as states:
+        with self._attention(), self._hidden_states(logits) as states:
             output = self.model(
-                input_ids=ids,
-                position_ids=step.position_ids,
-                use_cache=False,
-                spec_kernels_step=step,
-            )
-        if step.layers_seen != self._layers:
-            raise NotImplementedError(
-                f"{step.layers_seen} attention layers ran for the {self._layers} layers of "
-                f"{type(self.model).__name__}: not supported"
+                input_ids=ids, position_ids=positions, use_cache=False, spec_kernels_step=step
             )
         return output.logits[0], states[0]
 
@@ -216,42 +237,27 @@ class TransformersTarget:
                 config._attn_implementation = name
 
     @contextlib.contextmanager
-    def _select_rows(self, wanted: list[int], places: int, logits: bool) -> Iterator[list[Tensor]]:
-        """Let the output layer see the wanted places only; the list receives their states."""
+    def _hidden_states(self, logits: bool) -> Iterator[list[Tensor]]:
+        """Let the list receive what the output layer sees; without logits it then sees nothing."""
         states: list[Tensor] = []
-        everything = len(wanted) == places
 
-        def select(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-            flat = inputs[0].flatten(0, 1)
-            states.append(flat if everything else flat[wanted])
-            return (states[0][None] if logits else flat[None, :0],)
+        def note(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            states.append(inputs[0][0])
+            return (inputs[0] if logits else inputs[0][:, :0],)
 
-        handle = self._head.register_forward_pre_hook(select)
+        handle = self._head.register_forward_pre_hook(note)
         try:
             yield states
         finally:
             handle.remove()
 
 
-def _check_capacity(cache: TransformersCache, rows: list[int], lens: list[int]) -> None:
-    for row, length in zip(rows, lens, strict=True):
-        if length > cache.capacity:
+def _check_capacity(cache: KVCache, lens: Sequence[int]) -> None:
+    for row, length in enumerate(lens):
+        if length > cache.max_length:
             raise ValueError(
-                f"request {row} needs {length} positions, the capacity is {cache.capacity}"
+                f"request {row} needs {length} positions, the capacity is {cache.max_length}"
             )
-
-
-def _number_rows(
-    rows: list[int], counts: list[int], width: int, shape: tuple[int, int, int]
-) -> tuple[Tensor, list[int]]:
-    """Return each node's row of logits, -1 for padding, and its place in `[rows, width]`."""
-    batch, nodes, start = shape
-    numbers = torch.full((batch, nodes), -1, dtype=torch.int32)
-    wanted: list[int] = []
-    for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        numbers[row, start : start + count] = torch.arange(len(wanted), len(wanted) + count)
-        wanted.extend(range(place * width, place * width + count))
-    return numbers, wanted
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: Any, head: torch.nn.Module | None) -> None:

@@ -7,7 +7,6 @@ from spec_kernels.targets.base import (
     ExitTarget,
     Target,
     TargetOutput,
-    TreeCache,
     contain_faults,
 )
 from spec_kernels.targets.module import Attend, DecoderModule, ModuleTarget
@@ -25,7 +24,6 @@ __all__ = [
     "TableTarget",
     "Target",
     "TargetOutput",
-    "TreeCache",
     "contain_faults",
     "make_room",
     "open_cache",

@@ -2,23 +2,32 @@
 
 What is the same for every layer of a forward is found once, in `Nodes`; per layer it takes one
 `append_cache` and one `verify_attention`. No mask over the context exists.
+
+A round of one request on a CPU is the exception: a layer of a small model takes little longer than
+checking such calls. If its rows lie side by side, views of them go to the fused attention of torch,
+where `verify_attention` would have led as well (`_Alone`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from spec_kernels.nn import AttentionStep, ContiguousKVCache, KVShape, PagedKVCache
 from spec_kernels.ops import verify_attention
-from spec_kernels.targets.base import contain_faults
+from spec_kernels.targets.base import contain_faults, padded_rows
 from spec_kernels.tree import ancestor_mask, ancestor_words, depths
 
 BLOCK_SIZE: Final = 16
+
+FEW_NODES: Final = 64
+"""Most nodes with a mask of their own; a prompt has more, and `verify_attention` bounds memory."""
 
 KVCache = ContiguousKVCache | PagedKVCache
 
@@ -83,6 +92,85 @@ def make_room(cache: KVCache, num_nodes: Tensor, nodes: int, *, is_tree: bool) -
     return counts
 
 
+class _Alone:
+    """The only request with new nodes, in a contiguous cache on a CPU.
+
+    Args:
+        cache: of all requests.
+        request: its number.
+        count: its nodes.
+        start: the first new one.
+        parents: `[nodes]` of its tree, or None.
+    """
+
+    def __init__(
+        self, cache: KVCache, request: int, count: int, start: int, parents: Tensor | None
+    ) -> None:
+        context = int(cache.context_lens[request])
+        self.own = slice(request, request + 1)
+        self.first, self.end = context + start, context + count
+        self.dtype = cache.keys[0].dtype
+        self._bias: Tensor | None = None
+        self._masks: dict[int, Tensor | None] = {}
+        if parents is not None:
+            sees = ancestor_mask(parents[None, :count], torch.tensor([count]))[0, start:]
+            self._bias = torch.zeros(count - start, self.end, dtype=self.dtype)
+            self._bias[:, context:].masked_fill_(~sees, -math.inf)
+        elif count - start > 1:
+            self._bias = torch.full((count - start, self.end), -math.inf, dtype=self.dtype)
+            self._bias.triu_(self.first + 1)
+
+    @staticmethod
+    def find(
+        cache: KVCache, counts: Sequence[int] | None, start: int, parents: Tensor | None
+    ) -> _Alone | None:
+        """Return the request if there is one such, and it has few nodes."""
+        active = [b for b, count in enumerate(counts or ()) if count > start]
+        if len(active) != 1 or cache.block_table is not None or not cache.context_lens.is_cpu:
+            return None
+        assert counts is not None
+        request, count = active[0], counts[active[0]]
+        if count - start > FEW_NODES:
+            return None
+        return _Alone(cache, request, count, start, None if parents is None else parents[request])
+
+    def suits(
+        self, query: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> bool:
+        """Tell that torch's attention computes what a layer asks for."""
+        is_seen = window is None or window >= self.end
+        return is_seen and softcap is None and sinks is None and query.dtype == self.dtype
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+    ) -> Tensor:
+        """Write the new rows and look at all of them: as `Nodes.attend`."""
+        all_values = cache.values[layer]
+        assert all_values is not None
+        keys, values = cache.keys[layer][self.own, : self.end], all_values[self.own, : self.end]
+        keys[0, self.first :] = key
+        values[0, self.first :] = value
+        (nodes, heads, dim), kv_heads = query.shape, key.shape[1]
+        groups = heads // kv_heads
+        if groups not in self._masks:
+            bias = self._bias
+            self._masks[groups] = None if bias is None else bias.repeat(groups, 1)[None, None]
+        out = scaled_dot_product_attention(
+            query.transpose(0, 1).reshape(1, kv_heads, groups * nodes, dim),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=self._masks[groups],
+            scale=scale,
+        )
+        return out.reshape(heads, nodes, values.shape[3]).transpose(0, 1)
+
+
 class Nodes:
     """The new nodes of a forward: where their K/V go, where they stand, what they see.
 
@@ -117,30 +205,45 @@ class Nodes:
         self._cache, self._num_nodes, self._parents = cache, num_nodes, parents
         self._may_leak = contained and nodes > 1
         self._contained = self._may_leak and counts is None
-        node = torch.arange(start, nodes, device=num_nodes.device).expand(cache.batch, -1)
-        is_real = node < num_nodes[:, None]
-        self._picked = None if counts is None else _real_places(counts, start, nodes, node.device)
-        tokens = node.numel() if self._picked is None else len(self._picked)
-        number = torch.arange(tokens, dtype=torch.int32, device=node.device)
-        if self._picked is not None:
-            number = torch.full_like(node.flatten(), -1, dtype=torch.int32).index_copy(
-                0, self._picked, number
-            )
-        row = torch.where(is_real, number.view(node.shape), -1)
-        self.row = pad(row, (start, 0), value=-1)
+        self._start, self._nodes = start, nodes
+        device = num_nodes.device
+        self._picked = None if counts is None else _real_places(counts, start, nodes, device)
+        node = torch.arange(start, nodes, device=device).expand(cache.batch, -1)
         depth = node if parents is None else depths(parents, num_nodes)[:, start:].clamp(min=0)
-        context = cache.context_lens[:, None].long()
-        self.positions = self.pick(torch.where(is_real, context + depth, 0))
-        request = torch.arange(cache.batch, device=node.device)[:, None].expand_as(node)
-        self._request, self._node = self.pick(request), self.pick(node)
+        position = cache.context_lens[:, None].long() + depth
+        if self._picked is None:
+            self.row = padded_rows(num_nodes, cache.batch, nodes, start)
+            position = torch.where(node < num_nodes[:, None], position, 0)
+        else:
+            row = torch.full(node.shape, -1, dtype=torch.int32, device=device)
+            number = torch.arange(len(self._picked), dtype=torch.int32, device=device)
+            row.view(-1)[self._picked] = number
+            self.row = pad(row, (start, 0), value=-1) if start else row
+        self.positions = self.pick(position)
         self._slots = self.pick(cache.slots(num_nodes, nodes, start=start))
-        self._set_step(nodes, start, tokens)
+        self._alone = _Alone.find(cache, counts, start, parents)
+        if parents is None and counts is not None:
+            self._set_packed_chains(counts)
+        else:
+            self._set_step(nodes, start, len(self.positions))
         self._sees: Tensor | None = None
 
     def pick(self, grid: Tensor) -> Tensor:
         """Return the entries of the new nodes, `[tokens]`, from a grid `[batch, nodes - start]`."""
         flat = grid.flatten()
         return flat if self._picked is None else flat[self._picked]
+
+    def _set_packed_chains(self, counts: Sequence[int]) -> None:
+        """Say where the queries are: the new nodes of one request behind those of another."""
+        cache, start = self._cache, self._start
+        ends = [0, *accumulate(max(count - start, 0) for count in counts)]
+        self._places, self._queries = None, ends[-1]
+        self._step = AttentionStep(
+            cache.context_lens + start if start else cache.context_lens,
+            torch.tensor(ends, dtype=torch.int32, device=cache.context_lens.device),
+            self._nodes - start,
+            cache.block_table,
+        )
 
     def _set_step(self, nodes: int, start: int, tokens: int) -> None:
         """Say where the queries are: of a tree that is extended, those before `start` count too."""
@@ -192,19 +295,34 @@ class Nodes:
         """
         poison = None
         if self._contained:
-            key, value, poison = contain_faults(key[None], value[None], self._see()[None])
-            key, value, poison = key[0], value[0], poison[0]
-        cache, step = self._cache, self._step
-        cache.append(layer, key, value, self._slots)
-        if self._places is not None:
+            key, value, poison = contain_faults(key, value, self._see())
+        alone = self._alone
+        if alone is not None and alone.suits(query, window, softcap, sinks):
+            out = alone.attend(self._cache, layer, query, key, value, scale)
+        else:
+            self._cache.append(layer, key, value, self._slots)
+            out = self._look(layer, query, scale, window, softcap, sinks)
+        return out if poison is None else out + poison[:, None, None].to(out.dtype)
+
+    def _look(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend to what has been written, with queries where the step looks for them."""
+        step, places, values = self._step, self._places, self._cache.values[layer]
+        assert values is not None
+        if places is not None:
             blank = query.new_zeros(self._queries, *query.shape[1:])
-            query = blank.index_copy(0, self._places, query)
-        store = cache.values[layer]
-        assert store is not None
+            query = blank.index_copy(0, places, query)
         out, _ = verify_attention(
             query,
-            cache.keys[layer],
-            store,
+            self._cache.keys[layer],
+            values,
             step.context_lens,
             step.cu_seqlens_q,
             step.max_seqlen_q,
@@ -216,8 +334,7 @@ class Nodes:
             softcap=softcap,
             sinks=sinks,
         )
-        out = out if self._places is None else out[self._places]
-        return out if poison is None else out + poison[:, None, None].to(out.dtype)
+        return out if places is None else out[places]
 
     def is_spoiled(self, states: Tensor) -> bool:
         """Return whether the forward must run again, since a faulty node may have spoiled others;
@@ -234,7 +351,10 @@ class Nodes:
     def _see(self) -> Tensor:
         """Return which new nodes each one sees, `[tokens, tokens] bool`."""
         if self._sees is None:
-            request, node = self._request, self._node
+            shape = (self._cache.batch, self._nodes - self._start)
+            request = torch.arange(shape[0], device=self._slots.device)[:, None]
+            node = torch.arange(self._start, self._nodes, device=self._slots.device)
+            request, node = self.pick(request.expand(shape)), self.pick(node.expand(shape))
             if self._parents is None:
                 inside = node <= node[:, None]
             else:

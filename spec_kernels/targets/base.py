@@ -242,59 +242,28 @@ class ChainCache:
         self.context_lens[request] = 0
 
 
-class TreeCache(ChainCache):
-    """Lengths of a cache whose rows move: the rows of a kept path come together at the front.
-
-    Attributes:
-        capacity: most positions of each request; a tree needs more rows, since cousins share a
-            position.
-        holds_tree: whether the last forward was over trees. The nodes of chains already lie in
-            place, and nothing moves.
-    """
-
-    def __init__(self, batch: int, capacity: int, *, device: torch.device | str) -> None:
-        super().__init__(batch, device=device)
-        self.capacity = capacity
-        self.holds_tree = False
-
-    def keep(
-        self, path: Tensor, accepted_lens: Tensor, *, lens: Sequence[int] | None = None
-    ) -> None:
-        """Move the rows of the path together, then advance as on a chain."""
-        if self.holds_tree:
-            place = torch.arange(path.shape[1], device=path.device)
-            first, is_kept = self.context_lens[:, None].long(), path >= 0
-            source = torch.where(is_kept, first + path, -1)  # the last row is a bin
-            self._move(source, torch.where(is_kept, first + place, -1))
-        super().keep(path, accepted_lens, lens=lens)
-
-    def _move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows `source [batch, depth + 1]` of every layer to rows `target`, read first."""
-        raise NotImplementedError
-
-
 def contain_faults(key: Tensor, value: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keep NaN and inf of a draft's K/V from nodes that must not see them: 0 * NaN is NaN.
 
     Args:
-        key, value: `[batch, nodes, heads, size]`, new rows.
-        sees: `[batch, nodes, nodes] bool`, what each node sees among them.
+        key, value: `[tokens, heads, size]`, new rows.
+        sees: `[tokens, tokens] bool`, what each node sees among them.
 
     Returns:
-        key and value with 0 in the rows of faulty nodes, and `[batch, nodes]` to be added to the
-        output of each node: NaN where it sees one of them, else 0.
+        key and value with 0 in the rows of faulty nodes, and `[tokens]` to be added to the output
+        of each node: NaN where it sees one of them, else 0.
 
     Example:
-        >>> rows = torch.tensor([1.0, torch.nan, 2.0]).view(1, 3, 1, 1)
-        >>> sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
+        >>> rows = torch.tensor([1.0, torch.nan, 2.0]).view(3, 1, 1)
+        >>> sees = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
         >>> key, _, poison = contain_faults(rows, rows, sees)
         >>> key.flatten(), poison
-        (tensor([1., 0., 2.]), tensor([[0., nan, 0.]]))
+        (tensor([1., 0., 2.]), tensor([0., nan, 0.]))
     """
-    total = key.sum((2, 3), dtype=torch.float32) + value.sum((2, 3), dtype=torch.float32)
+    total = key.sum((1, 2), dtype=torch.float32) + value.sum((1, 2), dtype=torch.float32)
     flaw = total * 0.0
-    is_bad = (flaw != 0.0)[:, :, None, None]
-    poison = torch.where(sees, flaw[:, None], 0.0).sum(2)
+    is_bad = (flaw != 0.0)[:, None, None]
+    poison = torch.where(sees, flaw, 0.0).sum(1)
     return key.masked_fill(is_bad, 0.0), value.masked_fill(is_bad, 0.0), poison
 
 
