@@ -15,13 +15,14 @@ are read once.
    (float64 if the query is).
 
 Memory: what is held beside inputs and outputs doesn't grow with the context, and no
-`[tokens, context + nodes]` mask exists. With rows = nodes * heads of the largest request and
-chunk = `chunk_of(...)` positions, the temporary floats are at most
+`[tokens, context + nodes]` mask exists. In floats, with rows = nodes * heads of a request (of up to
+`ALIKE` neighbours of equal size, where nothing is copied) and `Options.chunk` positions:
 
-    rows * (4 * v_dim + qk_dim + 3 * chunk)             sums, queries; mask or scores of a piece
-    + 2 * chunk * kv_heads * (qk_dim + v_dim)           one copied chunk, nothing if read in place
+    rows * (4 * v_dim + qk_dim + 3 * chunk)             sums and queries; mask or scores of a piece
+    + 2 * chunk * kv_heads * (qk_dim + v_dim)           one copied chunk; nothing if read in place
 
-where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless 256 positions are more.
+where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless `CHUNK` positions are more. Small
+masks are remembered, 8 MiB at most.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Options(NamedTuple):
             is_at_hand and keys.dtype == dtype,
             dtype,
             wide,
-            max(COPIED // max(row, 1) // CHUNK * CHUNK, CHUNK),
+            min(max(COPIED // max(row, 1) // CHUNK, 1), 8) * CHUNK,
         )
 
     @property
