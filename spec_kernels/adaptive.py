@@ -7,10 +7,11 @@ Before each round `GammaController.choose`
 2. predicts the speed-up of every gamma (`cost_model.speedups`), 0 = plain decoding among them;
 3. leaves the gamma in use only for one that is predicted to be faster by more than `MARGIN`;
 4. asks the purse for what the round would lose against plain decoding, were nothing accepted.
-   Gains fill the purse, losses empty it, and every token adds `SHARE` of a plain step; it may be
-   overdrawn a little, but not for probes. So, at the costs as they were measured, no text is slower
-   than plain decoding by more than `SHARE` of its length, or if that is less, by more than
-   `ADVANCE + OVERDRAFT` = 3 plain steps, whatever is accepted;
+   Gains fill the purse, losses empty it, and every token adds `SHARE` of a plain step, once the
+   `ADVANCE` that it holds at first is earned; it may be overdrawn by `OVERDRAFT`, but not for
+   probes. So, at the costs as they were measured, no text is slower than plain decoding by more
+   than 2 % of its length, or 1.5 plain steps if that is more, and 1 plain step: from 100 tokens
+   on by no more than 3 %, whatever is accepted;
 5. if plain decoding is predicted to be fastest, spends the purse on probes: rounds with drafts, to
    notice a text that begins to repeat. One that pays fills the purse for the next ones.
 
@@ -47,11 +48,13 @@ SHARE: Final = 0.02
 ADVANCE: Final = 1.5
 """What the purse holds at first, in plain steps: an advance on the first 75 tokens."""
 
-MEMORY: Final = 0.92
-"""Weight that a round keeps in the acceptance with every later round that drafts."""
+MEMORY: Final = 0.95
+"""Weight that a round keeps in the acceptance with every later round with drafts: 20 rounds count.
+With fewer the estimate wanders, and gamma with it; with more a text that changes is noticed late."""
 
-PRIOR: Final = 0.6
-"""Acceptance of the first draft before anything was seen."""
+PRIOR: Final = 0.8
+"""Acceptance of the first draft before anything was seen. Hopeful, since the purse bounds what a
+drafter that fails can cost, and nothing bounds what small gammas miss on one that does not."""
 
 WEIGHT: Final = 2.0
 """Drafts that this prior counts as."""
@@ -62,8 +65,7 @@ RECENT: Final = 15
 REFRESH: Final = 100
 """Rounds after which a plain step is measured again."""
 
-
-OVERDRAFT: Final = 1.5
+OVERDRAFT: Final = 1.0
 """What rounds that are predicted to pay may overdraw the purse by, in plain steps."""
 
 SPARE: Final = 6.0
@@ -215,7 +217,7 @@ class Acceptance:
         >>> seen = Acceptance(2)
         >>> seen.add([Judged(drafts=True, accepted=1, rejected=True)])
         >>> [round(alpha, 2) for alpha in seen.alphas()], seen.drafted
-        ([0.73, 0.49], 1.0)
+        ([0.87, 0.58], 1.0)
     """
 
     def __init__(self, max_gamma: int) -> None:
@@ -262,7 +264,7 @@ class GammaController:
         ValueError: max_gamma is below 1.
 
     Example:
-        >>> controller = GammaController(4, StepCosts({1: 1.0, 5: 1.2}))
+        >>> controller = GammaController(4, StepCosts({1: 1.0, 5: 1.5}))
         >>> controller.choose()
         4
         >>> controller.observe(4, 4, [Judged(drafts=True, accepted=0, rejected=True)])

@@ -194,7 +194,7 @@ def test_acceptance_is_that_of_tested_positions() -> None:
     seen.add([Judged(True, 2, True), Judged(True, 0, True), Judged(False, 0, False)])
     assert seen._tried == [2.0, 1.0, 1.0]
     assert seen._accepted == [1.0, 1.0, 0.0]
-    assert seen.drafted == pytest.approx((0.92 + 2) / (0.92 + 3))
+    assert seen.drafted == pytest.approx((0.95 + 2) / (0.95 + 3))
     assert Judged.of([-1, 0, 0, 1], [0, 2]) == Judged(True, 1, False)  # a tree: node 2 is a leaf
     assert Judged.of([-1, 0, 0, 1], [0, 1]) == Judged(True, 1, True)
 
