@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from spec_kernels.decoder import Decoder, Request
 from spec_kernels.integrations.transformers import TransformersTarget
+from spec_kernels.proposers import EarlyExitProposer
 from spec_kernels.targets import Cache, KVCache, Target, TargetOutput
 from spec_kernels.tree import pack_parents
 
@@ -83,8 +85,10 @@ def check_forward(
     cache: Cache,
     committed: list[list[int]],
     drafts: list[list[int]],
+    own: PreTrainedModel | None = None,
 ) -> None:
-    """Forward root and drafts of every request; compare all rows with the model's own forward.
+    """Forward root and drafts of every request; compare all rows with the model's own forward, or
+    with that of another model.
 
     `committed[b]` ends with the root; an empty list marks an absent request.
     """
@@ -104,7 +108,7 @@ def check_forward(
         assert (output.row[row, count:] == -1).all()
         if not count:
             continue
-        want = full_forward(target.model, context + draft)[-count:]
+        want = full_forward(own or target.model, context + draft)[-count:]
         got = output.logits[output.row[row, :count].long()]
         torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
 
@@ -417,3 +421,42 @@ def test_a_faulty_node_spoils_its_descendants_only(batch: int) -> None:
     target.prefill(cache, 0, [60])
     output = target.forward(tokens[:, :2], num_nodes.clamp(max=2), cache)
     assert output.logits[output.row[0].long()].isnan().all()  # a prompt is not patched up
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_early_exit_is_the_model_without_its_last_layers(kind: str) -> None:
+    """On the cache of the whole model, whose layers it leaves as they were."""
+    model = make_model(kind)
+    target = TransformersTarget(model)
+    short = copy.deepcopy(model)
+    short.model.layers = short.model.layers[:2]
+    short.config.num_hidden_layers = 2
+    committed = [random_tokens(6), random_tokens(3)]
+    cache = target.open(2, LENGTH)
+    for row, context in enumerate(committed):
+        target.prefill(cache, row, context[:-1])
+    deep = cache.keys[2].clone()
+    drafts = [random_tokens(3), random_tokens(1)]
+    check_forward(target.exit(2), cache, committed, drafts, own=short)
+    assert torch.equal(cache.keys[2], deep)
+    check_forward(target, cache, committed, drafts)
+
+
+def test_drafts_of_an_early_exit_leave_the_text_as_it_is() -> None:
+    target = TransformersTarget(make_model("llama", torch.float32))
+    request = Request(random_tokens(5), max_new_tokens=20)
+    plain = Decoder(target).generate([request])[0]
+    for tree in (None, [2, 1]):
+        proposer = EarlyExitProposer(target, 2, tree=tree)
+        drafted = Decoder(target, proposer, gamma=3).generate([request])[0]
+        assert drafted.tokens == plain.tokens
+        assert drafted.stats.accepted > 0
+
+
+def test_an_early_exit_needs_layers_and_a_model_that_stops() -> None:
+    with pytest.raises(ValueError, match=r"layers must be in 1..3, got 4"):
+        TransformersTarget(make_model("llama")).exit(4)
+    target = TransformersTarget(make_model("gpt2"))
+    with pytest.raises(NotImplementedError, match="3 attention layers ran for the 2 layers"):
+        target.exit(2)
+    assert target.model.config.num_hidden_layers == 3

@@ -16,6 +16,7 @@ Outside our calls the model works as before, with its own attention and its own 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from spec_kernels._check import require
 from spec_kernels.integrations._attention import Probe, attend
 from spec_kernels.targets import Cache, KVCache, Nodes, TargetOutput, make_room, open_cache
 from spec_kernels.tree import depths
@@ -128,6 +130,15 @@ class TransformersTarget:
             )
         return probe
 
+    def exit(self, layers: int) -> TransformersTarget:
+        """Return the target of the first layers; see `ExitTarget`. It runs the model with a smaller
+        `num_hidden_layers`, which a model must follow."""
+        require(1 <= layers <= self._layers, f"layers must be in 1..{self._layers}, got {layers}")
+        early = copy.copy(self)
+        early._layers = layers
+        early._probe = early._find_shapes()
+        return early
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings of `tokens`, `[...] int64`, as `[..., size]`."""
         embeddings: Tensor = self.model.get_input_embeddings()(tokens)
@@ -227,12 +238,16 @@ class TransformersTarget:
 
     @contextlib.contextmanager
     def _attention(self) -> Iterator[None]:
+        """Let the model run our layers of it, with our attention."""
         saved = [config._attn_implementation for config in self._configs]
+        layers = self._config.num_hidden_layers
         try:
+            self._config.num_hidden_layers = self._layers
             for config in self._configs:
                 config._attn_implementation = _NAME
             yield
         finally:
+            self._config.num_hidden_layers = layers
             for config, name in zip(self._configs, saved, strict=True):
                 config._attn_implementation = name
 
