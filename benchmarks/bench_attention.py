@@ -1,25 +1,27 @@
-"""Verification attention on a CPU: ours beside torch's dense mask and FlexAttention.
+"""Verification attention of chains and trees: ours beside a dense mask and FlexAttention.
 
-    python -m benchmarks.bench_attention
+    python -m benchmarks.bench_attention --full
 
-One layer of one request: a tree of 16 nodes over a long contiguous cache, 32 query heads on 8 KV
-heads of 128 columns. All variants are checked against float64 before they are timed.
+One layer over a long cache. Variants of a row do the same work, and are checked against float64:
 
-    ours            `verify_attention`: context without a mask, ancestor words over the nodes
-    sdpa            `scaled_dot_product_attention` with a 4-D mask, which is made once, untimed
-    flex            FlexAttention, compiled, with the tree as mask_mod; the block mask is untimed
+    ours                  `verify_attention` over a contiguous cache
+    sdpa                  `scaled_dot_product_attention` with a 4-D mask, made once and untimed
+    flex, compiled        FlexAttention with the draft as mask_mod; its block mask is untimed
+    ours, paged           over a cache in blocks of 16 in random order
+    sdpa, gathered        the blocks of each request are put together first
 
-Memory is what the process holds more at the peak of one call than before it, masks included.
+Memory is what a child process holds more at the peak of one call than before it, the mask and the
+result included.
+
 Last line of stdout: one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,84 +30,152 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
-from benchmarks import harness
-from spec_kernels import tree
-from spec_kernels.ops import verify_attention
+from benchmarks import harness, native
+from spec_kernels import ops, tree
 
-NODES, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COMPILED = torch.compile(flex.flex_attention, dynamic=False)
-
-
-class Problem(NamedTuple):
-    """Queries, a cache that holds context and nodes, and the tree."""
-
-    query: Tensor  # [NODES, HEADS, DIM]
-    keys: Tensor  # [1, context + NODES, KV_HEADS, DIM]
-    values: Tensor
-    context: int
-    words: Tensor  # [NODES, 1] int32
-    sees: Tensor  # [NODES, NODES] bool
+METRIC = "seconds of one call for one layer"
+BLOCK_SIZE = 16
+CONTEXTS = (512, 2048, 8192, 16384)
+BATCHES = {1: 4, 4: 2}
+"""Requests, and over how many of the contexts: a row shall take seconds."""
 
 
-def make_problem(context: int, dtype: torch.dtype) -> Problem:
-    """Return random rows and a tree in which every node has two children."""
-    shape = (1, context + NODES, KV_HEADS, DIM)
-    parents = torch.tensor([[-1, *((i - 1) // 2 for i in range(1, NODES))]], dtype=torch.int32)
-    count = torch.tensor([NODES], dtype=torch.int32)
-    return Problem(
-        torch.randn(NODES, HEADS, DIM).to(dtype),
-        torch.randn(shape).to(dtype),
-        torch.randn(shape).to(dtype),
-        context,
-        tree.ancestor_words(parents, count)[0],
-        tree.ancestor_mask(parents, count)[0],
-    )
+GATHERED = 2048
+"""Longest context at which blocks are timed: to gather more takes longer than to attend."""
 
 
-def arguments(p: Problem) -> tuple[Any, ...]:
-    """Return the positional arguments of `verify_attention`."""
-    context, cu = (torch.tensor(x, dtype=torch.int32) for x in ([p.context], [0, NODES]))
-    return p.query, p.keys, p.values, context, cu, NODES
+class Shape(NamedTuple):
+    """Heads of a model, and the draft of every request."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    nodes: int
+    is_tree: bool  # every node has two children
 
 
-def ours(p: Problem) -> Callable[[], Tensor]:
-    """Prepare our call."""
-    args = arguments(p)
-    return lambda: verify_attention(*args, ancestors=p.words)[0]
+SHAPES = tuple(
+    Shape(*heads, *draft)
+    for heads in ((32, 8, 128), (9, 3, 64))  # an 8B model, SmolLM2
+    for draft in ((8, False), (64, True))
+)
 
 
-def sdpa(p: Problem) -> Callable[[], Tensor]:
-    """Prepare torch's call and its mask."""
-    mask = torch.ones(1, 1, NODES, p.context + NODES, dtype=torch.bool)
-    mask[..., p.context :] = p.sees
-    q, k, v = p.query.transpose(0, 1)[None], p.keys.transpose(1, 2), p.values.transpose(1, 2)
-    return lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[0].transpose(0, 1)
+class Problem:
+    """Queries, and caches that hold context and nodes: the same rows, contiguous and in blocks."""
+
+    def __init__(
+        self, shape: Shape, batch: int, context: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self.shape, self.batch, self.context = shape, batch, context
+        nodes, length = shape.nodes, context + shape.nodes
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(batch * nodes, shape.heads, shape.dim, generator=generator)
+        count = -(-length // BLOCK_SIZE)
+        rows = (2, batch * count, BLOCK_SIZE, shape.kv_heads, shape.dim)
+        blocks = torch.randn(rows, generator=generator).to(dtype)
+        table = torch.randperm(batch * count, generator=generator).view(batch, count)
+        whole = blocks[:, table].flatten(2, 3)[:, :, :length].contiguous()
+        self.query = query.to(device, dtype)
+        self.keys, self.values = whole.to(device)
+        self.blocks, self.table = blocks.to(device), table.to(device, torch.int32)
+        self.lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * nodes
+        parents = [(i - 1) // 2 if shape.is_tree else i - 1 for i in range(nodes)]
+        parent_rows = torch.tensor([parents], dtype=torch.int32, device=device)
+        self.sees = tree.ancestor_mask(parent_rows, self.starts[1:2])[0]
+        words = tree.ancestor_words(parent_rows, self.starts[1:2])
+        self.words = words.expand(batch, -1, -1).flatten(0, 1) if shape.is_tree else None
+
+    def ours(self) -> Tensor:
+        """Attend where the rows lie."""
+        args = (self.query, self.keys, self.values, self.lens, self.starts, self.shape.nodes)
+        return ops.verify_attention(*args, ancestors=self.words)[0]
+
+    def ours_paged(self) -> Tensor:
+        """Attend over the blocks."""
+        args = (self.query, *self.blocks, self.lens, self.starts, self.shape.nodes)
+        return ops.verify_attention(*args, ancestors=self.words, block_table=self.table)[0]
+
+    def mask(self) -> Tensor:
+        """Return the dense mask, one for all requests."""
+        mask = self.sees.new_ones(1, 1, self.shape.nodes, self.keys.shape[1])
+        mask[..., self.context :] = self.sees
+        return mask
+
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as torch takes them."""
+        query = self.query.unflatten(0, (self.batch, self.shape.nodes))
+        return query.transpose(1, 2), self.keys.transpose(1, 2), self.values.transpose(1, 2)
+
+    def sdpa(self) -> Callable[[], Tensor]:
+        """Prepare torch's call."""
+        mask, rows = self.mask(), self.heads_first()
+        return lambda: self._nodes_first(_dense(*rows, mask))
+
+    def sdpa_gathered(self) -> Callable[[], Tensor]:
+        """Prepare torch's call over the blocks."""
+        mask, query = self.mask(), self.heads_first()[0]
+
+        def call() -> Tensor:
+            both = (x[self.table].flatten(1, 2)[:, : mask.shape[3]] for x in self.blocks)
+            return self._nodes_first(_dense(query, *(x.transpose(1, 2) for x in both), mask))
+
+        return call
+
+    def flex(self) -> Callable[[], Tensor]:
+        """Prepare FlexAttention and its block mask."""
+        sees, context = self.sees, self.context
+
+        def visible(b: Tensor, h: Tensor, node: Tensor, place: Tensor) -> Tensor:
+            return (place < context) | sees[node, (place - context).clamp(min=0)]
+
+        sizes = (self.shape.nodes, self.keys.shape[1])
+        blocks = flex.create_block_mask(visible, None, None, *sizes, device=str(sees.device))
+        rows = self.heads_first()
+
+        def call() -> Tensor:
+            return self._nodes_first(flex.flex_attention(*rows, block_mask=blocks, enable_gqa=True))
+
+        return call
+
+    def first(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what torch takes for the first request, in another dtype."""
+        return tuple(x[:1].to(dtype) for x in self.heads_first())
+
+    def _nodes_first(self, out: Tensor) -> Tensor:
+        return out.transpose(1, 2).flatten(0, 1)
 
 
-def flexible(p: Problem) -> Callable[[], Tensor]:
-    """Prepare FlexAttention and its block mask."""
-    sees, context = p.sees, p.context
-
-    def visible(b: Tensor, h: Tensor, node: Tensor, position: Tensor) -> Tensor:
-        return (position < context) | sees[node, (position - context).clamp(min=0)]
-
-    blocks = flex.create_block_mask(visible, None, None, NODES, context + NODES, device="cpu")
-    q, k, v = p.query.transpose(0, 1)[None], p.keys.transpose(1, 2), p.values.transpose(1, 2)
-    return lambda: COMPILED(q, k, v, block_mask=blocks, enable_gqa=True)[0].transpose(0, 1)
+def _dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
 
-VARIANTS = {"ours": ours, "sdpa": sdpa, "flex": flexible}
+def peak_bytes(prepare: Callable[[], Callable[[], object]]) -> int:
+    """Return how much more memory a process holds at most while it prepares and runs a call.
 
-
-def peak_bytes(prepare: Callable[[Problem], Callable[[], Tensor]], p: Problem) -> int:
-    """Return how much more memory the process holds at most while it prepares and runs a call."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, or calls would find it
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
-    prepare(p)()
-    return _status("VmHWM") - before
+    The process is a child that has made the call before, so that code is loaded, and has given all
+    memory back. It runs on one thread: those of its parent are not there.
+    """
+    receive, send = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)
+            prepare()()
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            before = _status("VmRSS")
+            prepare()()
+            os.write(send, str(_status("VmHWM") - before).encode())
+        finally:
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as stream:
+        found = stream.read()
+    os.waitpid(child, 0)
+    return int(found)
 
 
 def _status(name: str) -> int:
@@ -113,47 +183,66 @@ def _status(name: str) -> int:
     return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(f"{name}:"))
 
 
-def check(p: Problem, results: dict[str, Tensor]) -> None:
-    """Raise unless every result is that of the oracle, up to twice the rounding of torch's own."""
-    wide = p._replace(**{name: getattr(p, name).double() for name in ("query", "keys", "values")})
-    expected = sdpa(wide)()
-    errors = {n: float((x.double() - expected).abs().max()) for n, x in results.items()}
-    allowed = 2 * errors["sdpa"] + torch.finfo(p.query.dtype).eps * float(expected.abs().max())
-    if max(errors.values()) > allowed:
-        raise AssertionError(f"errors {errors}, allowed {allowed:.3g}")
-
-
-def main() -> None:
-    """Check, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 16384])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(options.threads)
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
-    rows: list[dict[str, Any]] = []
-    print(f"{'dtype':9} {'context':>7}  " + "  ".join(f"{name:>22}" for name in VARIANTS))
-    for dtype in options.dtypes:
-        for context in options.contexts:
-            p = make_problem(context, DTYPES[dtype])
-            calls = {name: prepare(p) for name, prepare in VARIANTS.items()}
-            check(p, {name: call() for name, call in calls.items()})
-            times = harness.measure(calls, repeats=options.repeats, clock=clock)
-            peaks = {name: peak_bytes(prepare, p) for name, prepare in VARIANTS.items()}
-            moved = p.keys.nbytes + p.values.nbytes
-            rows.append({"dtype": dtype, "context": context, "bytes": moved, **times})
-            rows[-1]["peak_bytes"] = peaks
-            cells = [f"{1e3 * t.p50:8.2f} ms {peaks[n] / 2**20:6.1f} MiB" for n, t in times.items()]
-            print(f"{dtype:9} {context:7}  " + "  ".join(f"{cell:>22}" for cell in cells))
-    head = harness.header(
-        batch=1, nodes=NODES, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, clock=options.clock
+def check(problem: Problem, variants: dict[str, Any]) -> None:
+    """Raise AssertionError unless the first request of every result is that of float64, up to twice
+    torch's rounding."""
+    dtype, nodes, mask = problem.query.dtype, problem.shape.nodes, problem.mask()
+    expected, rounded = (
+        _dense(*problem.first(x), mask)[0].transpose(0, 1) for x in (torch.float64, dtype)
     )
-    harness.print_record("attention", head, rows)
+    eps = torch.finfo(dtype).eps * float(expected.abs().max())
+    allowed = 2 * float((rounded.double() - expected).abs().max()) + eps
+    for name, call in variants.items():
+        if not isinstance(call, str):
+            error = float((call()[:nodes].double() - expected).abs().max())
+            assert error <= allowed, f"{name}: error {error}, allowed {allowed}"
+
+
+def make_case(problem: Problem, options: harness.Options, has_peaks: bool) -> harness.Case:
+    """Return the checked row of one problem."""
+    makers: dict[str, Any] = {
+        "ours": lambda: problem.ours,
+        "sdpa": problem.sdpa,
+        "ours, paged": lambda: problem.ours_paged,
+        "sdpa, gathered": problem.sdpa_gathered,
+    }
+    timed = list(makers) if problem.context <= GATHERED else ["ours", "sdpa"]
+    variants = {name: makers[name]() for name in timed}
+    compiled: Any = harness.NOT_COMPILED
+    if options.compiled:
+        compiled = harness.compiled(problem.flex(), (), options)
+    variants["flex, compiled"] = compiled
+    check(problem, variants)
+    if has_peaks and not isinstance(compiled, str):
+        makers["flex, compiled"] = lambda: compiled
+    variants["native"] = "no floor of its own: see read"
+    floats = (x.view(torch.float32) for x in (problem.keys, problem.values))  # as floors read
+    variants["read"] = native.reader(options.device, *floats)
+    shape = problem.shape
+    settings = {
+        **shape._asdict(),
+        "batch": problem.batch,
+        "context": problem.context,
+        "gamma": 6 if shape.is_tree else shape.nodes - 1,
+        "sampling": None,
+        "dtype": str(problem.query.dtype).removeprefix("torch."),
+    }
+    if has_peaks:
+        settings["peak_bytes"] = {name: peak_bytes(make) for name, make in makers.items()}
+    return harness.Case(settings, variants, problem.keys.nbytes + problem.values.nbytes)
+
+
+def cases(options: harness.Options) -> Iterator[harness.Case]:
+    """Yield rows, the longest context first: of one dtype and request, unless all are asked for."""
+    on_cpu = options.device == "cpu"
+    dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.bfloat16,)
+    for batch, count in BATCHES.items() if options.full else ((1, 2),):
+        for context in reversed(CONTEXTS[:count]):
+            for dtype in dtypes if options.full else dtypes[:1]:
+                for shape in SHAPES:
+                    problem = Problem(shape, batch, context, dtype, options.device)
+                    yield make_case(problem, options, on_cpu and context == CONTEXTS[-1])
 
 
 if __name__ == "__main__":
-    main()
+    harness.main("attention", METRIC, cases, __doc__)

@@ -35,6 +35,7 @@ Call = Callable[[], object]
 RESULTS = Path(__file__).parent / "results"
 REQUIRED = ("batch", "context", "gamma", "sampling")
 """What every row names, None where it does not matter for the operation."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -210,12 +211,20 @@ def compiled(function: Callable[..., object], arguments: Sequence[Any], options:
     return lambda: call(*arguments)
 
 
-def time_case(case: Case, device: str, *, seconds: float = 4.0, repeats: int = 0) -> dict[str, Any]:
+def time_case(
+    case: Case,
+    device: str,
+    *,
+    seconds: float = 4.0,
+    repeats: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """Time a case and return its row.
 
     Args:
         seconds: about how long the turns may take together, between 3 and 40 turns.
         repeats: the number of turns instead.
+        clock: as in `measure`.
     """
     missing = [key for key in REQUIRED if key not in case.settings]
     if missing:
@@ -224,10 +233,10 @@ def time_case(case: Case, device: str, *, seconds: float = 4.0, repeats: int = 0
     calls = {name: call for name, call in case.variants.items() if not isinstance(call, str)}
     absent = {name: why for name, why in case.variants.items() if isinstance(why, str)}
     if not repeats:
-        once = measure(calls, repeats=1, device=device)
+        once = measure(calls, repeats=1, device=device, clock=clock)
         turn = sum(times.p50 for times in once.values())
         repeats = max(3, min(40, int(seconds / max(turn, 1e-9))))
-    times = measure(calls, repeats=repeats, device=device)
+    times = measure(calls, repeats=repeats, device=device, clock=clock)
     row = {**case.settings, "bytes": case.moved, "repeats": repeats}
     quantiles = {
         name: {key: value / case.calls for key, value in asdict(t).items()}
@@ -262,6 +271,7 @@ def run(
     budget: float = math.inf,
     repeats: int = 0,
     command: str = "",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Check and time the cases of a benchmark, print them, and return the record.
 
@@ -269,11 +279,12 @@ def run(
         metric: what the times are of.
         budget: seconds after which no further case is begun; the record says so.
         command: what makes this record.
+        clock: as in `measure`.
     """
     began, rows, left_out = time.monotonic(), [], ""
     seconds = 8.0 if options.full else 1.2
     for case in cases(options):
-        rows.append(time_case(case, options.device, seconds=seconds, repeats=repeats))
+        rows.append(time_case(case, options.device, seconds=seconds, repeats=repeats, clock=clock))
         print_row(rows[-1])
         if time.monotonic() - began > budget:
             left_out = f"stopped after {len(rows)} rows: its {budget:.0f} s were over"
@@ -294,6 +305,7 @@ def main(
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=0, help="turns; by default, what fits")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all rows")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: beside other work")
     parser.add_argument("--write", action="store_true", help="keep the record in results/")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     chosen = parser.parse_args(arguments)
@@ -301,6 +313,8 @@ def main(
     options = Options(chosen.device, chosen.full, chosen.compiled)
     flags = [f"--{flag}" for flag in ("full", "compiled") if getattr(chosen, flag)]
     flags += ["--threads", str(chosen.threads)] if chosen.threads != 1 else []
+    if chosen.clock == "cpu":
+        flags, metric = [*flags, "--clock cpu"], f"CPU {metric}, while other work shared the cores"
     command = " ".join([f"python -m benchmarks.bench_{name}", *flags])
     record = run(
         name,
@@ -310,6 +324,7 @@ def main(
         budget=chosen.budget,
         repeats=chosen.repeats,
         command=command,
+        clock=CLOCKS[chosen.clock],
     )
     if chosen.write:
         write(record, chosen.device)

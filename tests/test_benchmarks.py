@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import (
     bench_accept,
+    bench_attention,
     bench_mla,
     bench_scaling,
     compare,
@@ -145,7 +146,9 @@ def test_a_row_names_what_it_depends_on() -> None:
 def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clocked: list[str] = []
 
-    def measure(calls: object, *, repeats: int, device: str) -> dict[str, harness.Times]:
+    def measure(
+        calls: object, *, repeats: int, device: str, clock: object
+    ) -> dict[str, harness.Times]:
         clocked.append(device)
         return {"ours": harness.Times(2.0, 4.0, 6.0)}
 
@@ -190,6 +193,7 @@ def test_every_benchmark_checks_its_variants(name: str, monkeypatch: pytest.Monk
         small = w._replace(batch=16, gamma=2, vocab=512, context=20, heads=2)
         monkeypatch.setitem(WORKLOADS, w.name, small)
     monkeypatch.setattr(bench_mla, "CONTEXTS", (16,))
+    monkeypatch.setattr(bench_attention, "CONTEXTS", (20, 33))
     monkeypatch.setattr(bench_scaling, "SIZES", {"batch": 1, "gamma": 2, "vocab": 64})
     monkeypatch.setattr(bench_scaling, "ACCEPT", {"vocab": (32,), "batch": (2,), "gamma": (1,)})
     monkeypatch.setattr(bench_scaling, "ATTEND", {"nodes": (3,), "context": (16,)})
@@ -207,6 +211,17 @@ def test_a_benchmark_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ops, "sample", lambda *args, **kwargs: honest(*args, **kwargs) + 1)
     with pytest.raises(AssertionError, match="other tokens"):
         list(suite.load("sample").cases(harness.Options()))
+
+
+def test_peak_memory_is_that_of_the_call() -> None:
+    size = 40 << 20
+
+    def prepare(count: int) -> Any:
+        return lambda: lambda: [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
+
+    one, three = bench_attention.peak_bytes(prepare(1)), bench_attention.peak_bytes(prepare(3))
+    assert size <= one < 1.2 * size
+    assert 3 * size <= three < 3.2 * size
 
 
 def test_two_checkouts_take_turns() -> None:
