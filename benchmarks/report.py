@@ -171,6 +171,7 @@ def attention(record: Mapping[str, Any]) -> str:
     times = _table(["", *names, "ours is", "paged is"], lines)
     absent = {why for row in record["rows"] for n, why in row["absent"].items() if n in names}
     missing = "".join(f"- flex, compiled: not run, {why}\n" for why in sorted(absent))
+    missing += f"- left out: {record['left_out']}\n" if record["left_out"] else ""
     head = "Medians, in milliseconds:\n\n"
     return f"{head}{times}\n{missing}\nPeak memory, in MiB:\n\n{_table(['', *names], memory)}"
 
