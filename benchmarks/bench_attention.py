@@ -105,7 +105,7 @@ class Problem:
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as torch takes them."""
-        query = self.query.unflatten(0, (self.batch, self.shape.nodes))
+        query = self.query.view(self.batch, self.shape.nodes, *self.query.shape[1:])
         return query.transpose(1, 2), self.keys.transpose(1, 2), self.values.transpose(1, 2)
 
     def sdpa(self) -> Callable[[], Tensor]:
@@ -118,8 +118,11 @@ class Problem:
         mask, query = self.mask(), self.heads_first()[0]
 
         def call() -> Tensor:
-            both = (x[self.table].flatten(1, 2)[:, : mask.shape[3]] for x in self.blocks)
-            return self._nodes_first(_dense(query, *(x.transpose(1, 2) for x in both), mask))
+            keys, values = (
+                blocks[self.table].flatten(1, 2)[:, : mask.shape[3]].transpose(1, 2)
+                for blocks in self.blocks
+            )
+            return self._nodes_first(_dense(query, keys, values, mask))
 
         return call
 
@@ -139,9 +142,10 @@ class Problem:
 
         return call
 
-    def first(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def first(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return what torch takes for the first request, in another dtype."""
-        return tuple(x[:1].to(dtype) for x in self.heads_first())
+        query, keys, values = (x[:1].to(dtype) for x in self.heads_first())
+        return query, keys, values
 
     def _nodes_first(self, out: Tensor) -> Tensor:
         return out.transpose(1, 2).flatten(0, 1)
