@@ -49,8 +49,8 @@ ADVANCE: Final = 1.5
 """What the purse holds at first, in plain steps: an advance on the first 75 tokens."""
 
 MEMORY: Final = 0.95
-"""Weight that a round keeps in the acceptance with every later round with drafts: 20 rounds count.
-With fewer the estimate wanders, and gamma with it; with more a text that changes is noticed late."""
+"""Weight that a round keeps in the acceptance with every later one with drafts: 20 rounds count.
+With fewer the estimate wanders, and gamma with it; with more a change of text is noticed late."""
 
 PRIOR: Final = 0.8
 """Acceptance of the first draft before anything was seen. Hopeful, since the purse bounds what a
