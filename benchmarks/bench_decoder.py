@@ -76,11 +76,13 @@ class Lane:
     """A prompt being decoded with one gamma.
 
     Attributes:
+        tokens: that it has emitted.
         rounds: drafts asked for, drafts that were there, what was judged, and the times.
     """
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int], tokens: int) -> None:
-        self._tokens, self.emitted = tokens, 0
+        self._wanted = tokens
+        self.tokens: list[int] = []
         self.rounds: list[tuple[int, int, Judged, Seconds]] = []
         self._run = decoder.start([Request(prompt, max_new_tokens=tokens)])
         self._run.pace = _Recorder(self._run.pace, self.rounds)
@@ -88,11 +90,11 @@ class Lane:
     @property
     def done(self) -> float:
         """The share of the tokens that it has."""
-        return 1.0 if self._run.is_done else self.emitted / self._tokens
+        return 1.0 if self._run.is_done else len(self.tokens) / self._wanted
 
     def step(self) -> None:
         """Run one round."""
-        self.emitted += sum(len(chunk.tokens) for chunk in self._run.step())
+        self.tokens += [token for chunk in self._run.step() for token in chunk.tokens]
 
     def seconds(self, part: str = "decode") -> float:
         """Return the time of its rounds, or of a part of it."""
@@ -233,7 +235,7 @@ def measure(
 def judge(name: str, lanes: dict[Any, Lane], costs: StepCosts) -> list[dict[str, Any]]:
     """Return a row per gamma: what was measured and, except for "auto", predicted."""
     kept = [(one.drafts, one.accepted) for _, _, one, _ in lanes[MAX_GAMMA].rounds]
-    speeds = {gamma: lane.emitted / lane.seconds() for gamma, lane in lanes.items()}
+    speeds = {gamma: len(lane.tokens) / lane.seconds() for gamma, lane in lanes.items()}
     rows = []
     for gamma, lane in lanes.items():
         predicted: float | None = 1.0
@@ -246,7 +248,7 @@ def judge(name: str, lanes: dict[Any, Lane], costs: StepCosts) -> list[dict[str,
             "proposer": name,
             "gamma": gamma,
             "tokens_per_second": speeds[gamma],
-            "tokens_per_round": lane.emitted / len(lane.rounds),
+            "tokens_per_round": len(lane.tokens) / len(lane.rounds),
             "measured": speeds[gamma] / speeds[0],
             "predicted": predicted,
             **{part: lane.seconds(part) / lane.seconds() for part in PARTS},
@@ -326,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         with mock.patch.object(time, "perf_counter", clock):
             lanes, costs = measure(target, propose[name], prompts, options, end)
         record["rows"] += judge(name, lanes, costs)
-        record["inputs"][name] = {**vars(costs), "tokens": lanes[0].emitted}
+        record["inputs"][name] = {**vars(costs), "tokens": len(lanes[0].tokens)}
     if options.write:
         harness.write(record, "cpu")
     print(json.dumps(record))

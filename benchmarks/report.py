@@ -52,6 +52,8 @@ TITLES = {
     "dispatch": "What a call costs the host",
     "scaling": "How cost grows",
     "decoder": "Decoding, end to end",
+    "mtp-float32": "Multi-token prediction, float32",
+    "mtp-bfloat16": "Multi-token prediction, bfloat16",
     "generate": "The demo model beside transformers",
     "trees": "Tokens per round",
 }
@@ -235,12 +237,16 @@ def plain(record: Mapping[str, Any]) -> str:
         rows = {k: v for k, v in results.items() if isinstance(v, dict)}
     else:
         rows = {str(i + 1): row for i, row in enumerate(record["rows"])}
-    columns = [k for k, v in next(iter(rows.values())).items() if isinstance(v, int | float | str)]
+    columns = [
+        k for k, v in next(iter(rows.values())).items() if isinstance(v, int | float | str | list)
+    ]
     lines = [[name, *(_cell(row.get(key)) for key in columns)] for name, row in rows.items()]
     return _table(["", *(key.replace("_", " ") for key in columns)], lines)
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_cell, value))
     return f"{value:.3g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 

@@ -32,6 +32,7 @@ PROGRAMS = {
     ),
     "trees": ("--prompts", "2", "--max-new-tokens", "8"),
     "decoder": ("--max-new-tokens", "16", "--budget", "60"),
+    "mtp": ("--prompts", "1", "--max-new-tokens", "8"),
     "traffic": ("row_law",),
 }
 """Benchmarks with tables of their own, and the arguments with which they take a minute."""
