@@ -222,6 +222,7 @@ class Nodes:
         self.positions = self.pick(position)
         self._slots = self.pick(cache.slots(num_nodes, nodes, start=start))
         self._alone = _Alone.find(cache, counts, start, parents)
+        self._places: Tensor | None = None
         if parents is None and counts is not None:
             self._set_packed_chains(counts)
         else:
@@ -237,7 +238,7 @@ class Nodes:
         """Say where the queries are: the new nodes of one request behind those of another."""
         cache, start = self._cache, self._start
         ends = [0, *accumulate(max(count - start, 0) for count in counts)]
-        self._places, self._queries = None, ends[-1]
+        self._queries = ends[-1]
         self._step = AttentionStep(
             cache.context_lens + start if start else cache.context_lens,
             torch.tensor(ends, dtype=torch.int32, device=cache.context_lens.device),
