@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--forwards", type=int, default=5, help="of each width")
+    parser.add_argument("--forwards", type=int, default=12, help="of each width")
     parser.add_argument("--apart", type=int, default=12, help="tokens of the other prompt")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: 1 thread")

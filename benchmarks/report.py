@@ -67,6 +67,9 @@ REMARKS = {
     "included.",
     "dispatch": "The layer's function is replaced by one that returns a finished result: what is "
     "left is checks and dispatch.",
+    "decoder": "*predicted* is the practical model, from v, c, o and alpha that were measured "
+    "apart from the run. That of MTP was cut after 7 tokens, with one bare forward of each width: "
+    "its predictions rest on little.",
     "scaling": "One size changes at a time. The *exponent* is the slope between the smallest and "
     "the largest size in logarithms: 1 is growth in proportion, below 1 a fixed cost is spread.",
 }
