@@ -68,6 +68,8 @@ def measure(
 ) -> dict[str, Times]:
     """Run every variant `repeats` times, in turns, after one turn that does not count.
 
+    Each turn begins one variant later, so that none always finds the caches that another left.
+
     Args:
         variants: name to call; outputs are dropped.
         repeats: turns that count, at least 1.
@@ -78,9 +80,11 @@ def measure(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     once = _gpu_seconds if torch.device(device).type == "cuda" else _cpu_seconds
     found: dict[str, list[float]] = {name: [] for name in variants}
+    names = [*variants]
     for turn in range(repeats + 1):
-        for name, call in variants.items():
-            seconds = once(call, clock)
+        begin = turn % len(names)
+        for name in names[begin:] + names[:begin]:
+            seconds = once(variants[name], clock)
             if turn:
                 found[name].append(seconds)
     return {name: _quantiles(seconds) for name, seconds in found.items()}

@@ -102,8 +102,8 @@ def test_variants_run_in_turns_and_the_first_turn_does_not_count() -> None:
 
     variants = {name: (lambda name=name: calls.append(name)) for name in "ab"}
     times = harness.measure(variants, repeats=3, clock=clock)
-    assert calls == ["a", "b"] * 4
-    # a call k starts at tick 2k: it lasts (2k + 1)^2 - (2k)^2 = 4k + 1
+    assert calls == ["a", "b", "b", "a"] * 2  # each turn begins one later
+    # the call k starts at tick 2k: it lasts (2k + 1)^2 - (2k)^2 = 4k + 1
     assert times["a"].p50 == 4 * 4 + 1
     assert times["b"].p50 == 4 * 5 + 1
     assert times["a"].ratio_to(times["b"]) == times["b"].p50 / times["a"].p50

@@ -137,9 +137,7 @@ class RowReader:
         if isinstance(law, SamplingParams):
             self._params = row_params(law)
         elif law is not None:
-            self._laws = [
-                RowLaw(*fields) for fields in zip(*(f.tolist() for f in law), strict=True)
-            ]
+            self._laws = [RowLaw(*f) for f in zip(*(x.tolist() for x in law), strict=True)]
         self._padded = torch.empty(max(self.vocab, width), device=logits.device)
         self._padded[self.vocab :].zero_()
         self._buffer = self._padded[: self.vocab]
