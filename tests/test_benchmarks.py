@@ -214,14 +214,14 @@ def test_a_benchmark_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_peak_memory_is_that_of_the_call() -> None:
-    size = 40 << 20
+    size, slack = 40 << 20, 1 << 20  # the kernel counts pages of a process in batches
 
     def prepare(count: int) -> Any:
         return lambda: lambda: [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
 
     one, three = bench_attention.peak_bytes(prepare(1)), bench_attention.peak_bytes(prepare(3))
-    assert size <= one < 1.2 * size
-    assert 3 * size <= three < 3.2 * size
+    assert size - slack <= one < 1.2 * size
+    assert 3 * size - slack <= three < 3.2 * size
 
 
 def test_two_checkouts_take_turns() -> None:
