@@ -347,10 +347,8 @@ def test_room_is_made_without_reading_the_draft() -> None:
         assert [a - b for a, b in zip(after, held, strict=True)] == counts
 
 
-@pytest.mark.parametrize("kind", ["chain", "template", "ngram"])
-def test_the_host_reads_the_device_once_a_round(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where reading costs a wait, as on a GPU, room is made from host numbers: the same text."""
-    expected = [output.tokens for output in decoder_of(kind, gpt()).generate(REQUESTS)]
+def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let targets make room as they do where reading costs a wait, on a GPU."""
 
     def make_room(cache: KVCache, num_nodes: Tensor, nodes: int, *, is_tree: bool) -> None:
         cache.holds_tree = is_tree
@@ -359,6 +357,13 @@ def test_the_host_reads_the_device_once_a_round(kind: str, monkeypatch: pytest.M
         cache.fill()
 
     monkeypatch.setattr("spec_kernels.targets.module.make_room", make_room)
+
+
+@pytest.mark.parametrize("kind", ["chain", "template", "ngram"])
+def test_the_host_reads_the_device_once_a_round(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is made from host numbers: the same text."""
+    expected = [output.tokens for output in decoder_of(kind, gpt()).generate(REQUESTS)]
+    read_nothing(monkeypatch)
     target = paged()
     run = decoder_of(kind, target).start(REQUESTS)
     chunks: list[Chunk] = []
@@ -366,3 +371,23 @@ def test_the_host_reads_the_device_once_a_round(kind: str, monkeypatch: pytest.M
         chunks += run.step()
         check_cache(run, target)
     assert outputs_of(chunks) == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("kind", ["chain", "template", "best-first"])
+def test_a_draft_model_that_is_not_counted_has_room_for_all(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many drafts are accepted from few blocks, if they are enough, as from all."""
+    read_nothing(monkeypatch)
+    monkeypatch.setattr("spec_kernels.proposers.draft_model.can_read", lambda tensor: False)
+
+    def decode(num_blocks: int | None) -> list[tuple[tuple[int, ...], int]]:
+        proposer = PROPOSERS[kind](paged(num_blocks=num_blocks))
+        outputs = Decoder(paged(), proposer, gamma=4, detokenize=text).generate(REQUESTS)
+        return [(output.tokens, output.stats.accepted) for output in outputs]
+
+    expected = decode(None)
+    assert sum(accepted for _, accepted in expected) > 0
+    assert decode(40) == expected
+    with pytest.raises(OutOfBlocks, match="missing"):
+        decode(9)

@@ -147,9 +147,13 @@ class KVCacheBase:
             self._widen(rows)
             self.max_rows = rows
 
-    def fill(self) -> None:
+    def fill(self, *, required: bool = False) -> None:
         """Reserve all rows that requests may have, if there is room for all: then nobody has to
-        count them."""
+        count them.
+
+        Args:
+            required: raise if there is not.
+        """
 
     def tell(self, lens: Sequence[int]) -> None:
         """Tell the host the lengths as they are on the device; what is reserved stays."""

@@ -104,9 +104,13 @@ class PagedKVCache(KVCacheBase):
         """Return the blocks that a request holds, in the order of its rows."""
         return tuple(self._lists.blocks[request])
 
-    def fill(self) -> None:
-        """Give every request all its blocks if `num_blocks` was None; otherwise do nothing."""
-        if self._is_elastic and min(self._ends) < self.max_rows:
+    def fill(self, *, required: bool = False) -> None:
+        """Give every request all its blocks if `num_blocks` was None or it is required.
+
+        Raises:
+            OutOfBlocks: it is required, and there are too few. Nothing changed.
+        """
+        if (self._is_elastic or required) and min(self._ends) < self.max_rows:
             ends = [self.max_rows] * self.batch
             self._grow(self._known, ends)
             self._ends = ends

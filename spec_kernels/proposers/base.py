@@ -136,7 +136,12 @@ class Proposer(Protocol):
 def needed_width(lens: Tensor, most: int) -> int:
     """Return the width that holds `lens` tokens per request: their maximum where reading them costs
     nothing (on the CPU, where a narrow forward is faster), else the bound `most`."""
-    return int(lens.max()) if lens.device.type == "cpu" else most
+    return int(lens.max()) if can_read(lens) else most
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Tell that the host may read a tensor without waiting: on the CPU."""
+    return tensor.device.type == "cpu"
 
 
 def root_draft(state: DecodingState, limits: Tensor) -> Draft:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import require
-from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
+from spec_kernels.proposers.base import DecodingState, can_read, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
 from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
 from spec_kernels.targets import Cache, Target
@@ -49,7 +49,8 @@ class DraftModelProposer:
 
     Note:
         A request whose context no longer fits into the draft model gets no drafts; its output does
-        not change.
+        not change. On a GPU a paged cache of the draft model must have blocks for all requests in
+        full (`num_blocks=None` has): a round raises `OutOfBlocks` otherwise.
     """
 
     def __init__(
@@ -168,6 +169,10 @@ class DraftModelSession:
     ) -> Tensor:
         """Write the nodes from `start` on behind the context; return the logits at some nodes,
         `[batch, nodes, vocab]`, arbitrary where there are none."""
+        if not can_read(tokens):  # nobody counts the rows of this cache
+            if parents is not None:
+                self.cache.extend(tokens.shape[1])
+            self.cache.fill(required=True)
         readable = tokens.clamp(max=self._model.vocab_size - 1)
         output = self._model.forward(readable, num_nodes, self.cache, parents=parents, start=start)
         row = output.row.gather(1, nodes.clamp(min=0).long()).clamp(min=0).long()

@@ -74,6 +74,14 @@ class Cache(Protocol):
         """Make room for trees of so many nodes: they have more rows than positions."""
         ...
 
+    def fill(self, *, required: bool = False) -> None:
+        """Make all the room that requests may need, if there is enough.
+
+        Args:
+            required: raise `OutOfBlocks` if there is not; nothing changed.
+        """
+        ...
+
     def reserve(self, counts: Sequence[int]) -> None:
         """Make room for `counts[b]` nodes behind each context.
 
@@ -217,6 +225,9 @@ class ChainCache:
 
     def extend(self, nodes: int) -> None:
         """Do nothing: there is always room."""
+
+    def fill(self, *, required: bool = False) -> None:
+        """Do nothing."""
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Do nothing."""
