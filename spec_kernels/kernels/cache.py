@@ -236,8 +236,8 @@ def compact_kernel(
     SPAN: tl.constexpr,
 ):
     """Accepted rows of one request, in one tensor and span of columns, to the front of the draft.
-    Floor: `2 * moved * row_bytes` bytes: the rows that move, in all tensors, read and written
-    once; paths and lengths where none does."""
+    Floor: `(2 * moved + cleared) * row_bytes` bytes: the rows that move, in all tensors, read and
+    written once, and the dead ones that are cleared; paths and lengths where none does."""
     request = tl.program_id(0).to(tl.int64)
     HAS_NODES: tl.constexpr = num_nodes_ptr is not None
     path_row = path_ptr + request * path_stride_row

@@ -162,7 +162,7 @@ def _counts(c: Configuration) -> dict[str, int]:
 
 
 def _prepare(c: Configuration, device: str) -> Callable[[], object]:
-    return make_step(c if device == "meta" else c._replace(batch=1, gamma=2), device)
+    return make_step(c if device == "meta" else c._replace(batch=1), device)
 
 
 CALLS: Final = (
@@ -177,7 +177,7 @@ CALLS: Final = (
                 "residual_mass_kernel": _mass_paths,
                 "decide_kernel": _decide_paths,
             },
-            counts=_counts(c._replace(batch=1, gamma=2)),
+            counts=_counts(c._replace(batch=1)),
         )
         for c in CONFIGURATIONS.values()
     ),

@@ -17,6 +17,9 @@ from ._call import HotCall
 PATH: Final = (0, 2, 4, 5, 7, 9)
 """A path of which all but the root move."""
 
+NODES: Final = 10
+"""Nodes of the draft that it is a path of."""
+
 ROW: Final = (8, 128)
 """Heads and size of a head."""
 
@@ -56,7 +59,7 @@ def make_compact(width: int, form: str, device: str) -> Callable[[], object]:
     path = [*PATH, *[-1] * (width - len(PATH))]
     lens = _numbers(device, *[len(PATH) - 1] * batch)
     context = _numbers(device, *[7] * batch)
-    num_nodes = _numbers(device, *[10] * batch) if form == "clears" else None
+    num_nodes = _numbers(device, *[NODES] * batch) if form == "clears" else None
     paths = _numbers(device, *[path] * batch)
     caches = CacheTensors.make(tensors)
     return partial(compact_cache, caches, table, context, paths, lens, num_nodes=num_nodes)
@@ -97,7 +100,11 @@ def _compact(name: str, width: int, form: str, row_bytes: int = 2 * 2048) -> Hot
         name,
         partial(make_compact, width, form),
         launches=1,
-        counts={"moved": len(PATH) - 1, "row_bytes": row_bytes},
+        counts={
+            "moved": len(PATH) - 1,
+            "cleared": NODES - len(PATH) if form == "clears" else 0,
+            "row_bytes": row_bytes,
+        },
         reachable=_reachable,
     )
 
