@@ -46,7 +46,7 @@ from spec_kernels.requests import (
 )
 from spec_kernels.stats import DecoderStats, Stopwatch, cut_below
 from spec_kernels.stopping import Detokenize, StopScanner
-from spec_kernels.targets import Target, TargetOutput
+from spec_kernels.targets import Target, TargetOutput, can_read
 from spec_kernels.types import INVALID_TARGET, PAD_TOKEN, Acceptance, Draft
 
 __all__ = ["Chunk", "Decoder", "Generation", "Request", "Run"]
@@ -290,7 +290,7 @@ class Run:
 
     def _reserve(self, draft: Draft) -> None:
         """Make room for all nodes that there may be where the target cannot count them."""
-        if draft.tokens.device.type == "cpu":
+        if can_read(draft.tokens):
             return
         nodes, is_chain = draft.tokens.shape[1], draft.parents is None
         if not is_chain:

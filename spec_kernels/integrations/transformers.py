@@ -27,7 +27,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spec_kernels._check import require
 from spec_kernels.integrations._attention import Probe, attend
-from spec_kernels.targets import Cache, KVCache, Nodes, TargetOutput, make_room, open_cache
+from spec_kernels.targets import (
+    Cache,
+    KVCache,
+    Nodes,
+    TargetOutput,
+    can_read,
+    make_room,
+    open_cache,
+)
 from spec_kernels.tree import depths
 
 _NAME: Final = "spec_kernels"
@@ -208,7 +216,7 @@ class TransformersTarget:
         if batch != cache.batch or list(num_nodes.shape) != [batch]:
             raise ValueError(f"tokens must be [{cache.batch}, nodes], got {list(tokens.shape)}")
         num_nodes = num_nodes.clamp(0, nodes).to(torch.int32)
-        if self.device.type == "cpu":
+        if can_read(num_nodes):
             deepest = num_nodes if parents is None else depths(parents, num_nodes).amax(1) + 1
             ends = torch.where(num_nodes > start, cache.context_lens + deepest, 0)
             _check_capacity(cache, ends.tolist())

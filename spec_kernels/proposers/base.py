@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spec_kernels.targets.base import Cache
+from spec_kernels.targets.base import Cache, can_read
 from spec_kernels.tree import depths
 from spec_kernels.types import OK, PAD_TOKEN, Acceptance, Draft, SamplingParams
 
@@ -137,11 +137,6 @@ def needed_width(lens: Tensor, most: int) -> int:
     """Return the width that holds `lens` tokens per request: their maximum where reading them costs
     nothing (on the CPU, where a narrow forward is faster), else the bound `most`."""
     return int(lens.max()) if can_read(lens) else most
-
-
-def can_read(tensor: Tensor) -> bool:
-    """Tell that the host may read a tensor without waiting: on the CPU."""
-    return tensor.device.type == "cpu"
 
 
 def root_draft(state: DecodingState, limits: Tensor) -> Draft:

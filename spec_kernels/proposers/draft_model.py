@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from spec_kernels._check import require
-from spec_kernels.proposers.base import DecodingState, can_read, needed_width, root_draft
+from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
 from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
-from spec_kernels.targets import Cache, Target
+from spec_kernels.targets import Cache, Target, can_read
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
 

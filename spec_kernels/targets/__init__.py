@@ -7,6 +7,7 @@ from spec_kernels.targets.base import (
     ExitTarget,
     Target,
     TargetOutput,
+    can_read,
     contain_faults,
 )
 from spec_kernels.targets.module import Attend, DecoderModule, ModuleTarget
@@ -24,6 +25,7 @@ __all__ = [
     "TableTarget",
     "Target",
     "TargetOutput",
+    "can_read",
     "contain_faults",
     "make_room",
     "open_cache",

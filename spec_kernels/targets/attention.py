@@ -21,7 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from spec_kernels.nn import AttentionStep, ContiguousKVCache, KVShape, PagedKVCache
 from spec_kernels.ops import verify_attention
-from spec_kernels.targets.base import contain_faults, padded_rows
+from spec_kernels.targets.base import can_read, contain_faults, padded_rows
 from spec_kernels.tree import ancestor_mask, ancestor_words, depths
 
 BLOCK_SIZE: Final = 16
@@ -83,7 +83,7 @@ def make_room(cache: KVCache, num_nodes: Tensor, nodes: int, *, is_tree: bool) -
     cache.holds_tree = is_tree
     if is_tree:
         cache.extend(nodes)
-    if num_nodes.device.type != "cpu":
+    if not can_read(num_nodes):
         cache.fill()
         return None
     cache.tell(cache.context_lens.tolist())

@@ -253,6 +253,16 @@ class ChainCache:
         self.context_lens[request] = 0
 
 
+def can_read(tensor: Tensor) -> bool:
+    """Tell that the host may read a tensor without waiting: on the CPU.
+
+    Example:
+        >>> can_read(torch.zeros(2))
+        True
+    """
+    return tensor.device.type == "cpu"
+
+
 def contain_faults(key: Tensor, value: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keep NaN and inf of a draft's K/V from nodes that must not see them: 0 * NaN is NaN.
 
