@@ -37,14 +37,12 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-import transformers
 
 from benchmarks import harness
 from benchmarks.bench_trees import skip_layers
 from spec_kernels.adaptive import CostMeter, Judged
 from spec_kernels.cost_model import StepCosts, conditional_acceptance, speedups
 from spec_kernels.decoder import Decoder, Request
-from spec_kernels.integrations import smollm2
 from spec_kernels.integrations.prompts import PROMPTS
 from spec_kernels.integrations.smollm2_mtp import load_smollm2_mtp
 from spec_kernels.integrations.transformers import TransformersTarget
@@ -287,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--forwards", type=int, default=12, help="of each width")
     parser.add_argument("--apart", type=int, default=12, help="tokens of the other prompt")
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: 1 thread")
+    parser.add_argument("--clock", choices=harness.CLOCKS, default="wall", help="cpu: 1 thread")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all of it")
     parser.add_argument("--skipped", type=int, nargs="+", default=[14, 18, 22])
     parser.add_argument("--proposers", nargs="+", default=["ngram", "draft-model", "mtp"])
@@ -296,9 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(given)
     torch.set_num_threads(options.threads)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = smollm2.load(dtype="float32")
+    model, tokenizer = harness.load_demo_model("float32")
     target = TransformersTarget(model)
     copies = [prompt for prompt in PROMPTS if prompt.kind == "copy"]
     prompts = [copies[place].encode(tokenizer) for place in (1, 0)]
@@ -322,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.append:
         earlier = json.loads(file.read_text())
         record = {**earlier, "command": f"{earlier['command']}`, `{head['command']}"}
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    clock = harness.CLOCKS[options.clock]
     for place, name in enumerate(options.proposers, start=1):
         end = began + options.budget * place / len(options.proposers)
         with mock.patch.object(time, "perf_counter", clock):

@@ -19,13 +19,13 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks import harness
 from spec_kernels.comparison import first_difference
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.integrations import smollm2
@@ -76,7 +76,7 @@ def make_variants(
 def measure(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record per prompt: tokens and median seconds of every variant."""
     variants = make_variants(model, tokenizer.eos_token_id, options.max_new_tokens)
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    clock = harness.CLOCKS[options.clock]
     records = []
     for prompt in (p for p in PROMPTS if p.kind in options.kinds):
         ids = prompt.encode(tokenizer)
@@ -143,11 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--kinds", nargs="+", default=["copy", "free"])
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--clock", choices=harness.CLOCKS, default="wall")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     header = describe()
     print("  ".join(f"{key} {value}" for key, value in header.items()))
     ratios = ("speedup", "hf_speedup", "against_hf_lookup", "against_hf_plain")
@@ -157,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     results: dict[str, Any] = {}
     for dtype in options.dtypes:
-        model, tokenizer = smollm2.load(dtype=dtype)
+        model, tokenizer = harness.load_demo_model(dtype)
         records = measure(model, tokenizer, options)
         for kind in options.kinds:
             summary = summarise(records, kind)

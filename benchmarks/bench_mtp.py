@@ -23,12 +23,10 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-import transformers
 
 from benchmarks import harness
 from benchmarks.bench_decoder import Lane, count, take_turns
 from spec_kernels.decoder import Decoder
-from spec_kernels.integrations import smollm2
 from spec_kernels.integrations.prompts import encode_prompt
 from spec_kernels.integrations.smollm2_mtp import load_smollm2_mtp
 from spec_kernels.integrations.transformers import TransformersTarget
@@ -103,14 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: 1 thread")
+    parser.add_argument("--clock", choices=harness.CLOCKS, default="wall", help="cpu: 1 thread")
     parser.add_argument("--write", action="store_true", help="keep the record in results/")
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(given)
     torch.set_num_threads(options.threads)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = smollm2.load(dtype=options.dtype)
+    model, tokenizer = harness.load_demo_model(options.dtype)
     modules = {kind: load_smollm2_mtp(model, kind) for kind in ("sequential", "parallel")}
     decoders = make_decoders(TransformersTarget(model), modules, tokenizer.eos_token_id)
     questions = held_out_prompts()
@@ -130,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         metric="tokens per second of the rounds, prefill left out; speed-up over plain decoding",
         command="python -m benchmarks.bench_mtp " + " ".join(given),
     )
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    clock = harness.CLOCKS[options.clock]
     lanes: dict[str, list[Lane]] = {name: [] for name in FORMS}
     with mock.patch.object(time, "perf_counter", clock):
         for prompt in prompts:

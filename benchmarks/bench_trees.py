@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks import harness
 from spec_kernels.decoder import Decoder, Request
-from spec_kernels.integrations import smollm2
 from spec_kernels.integrations.prompts import PROMPTS
 from spec_kernels.integrations.transformers import TransformersTarget
 from spec_kernels.proposers import BestFirst, DraftModelProposer, NgramProposer
@@ -77,9 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--skipped", type=int, nargs="+", default=[14, 18, 22])
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = smollm2.load(dtype="float32")
+    model, tokenizer = harness.load_demo_model("float32")
     target = TransformersTarget(model)
     requests = [
         Request(

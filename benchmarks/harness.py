@@ -38,6 +38,17 @@ REQUIRED = ("batch", "context", "gamma", "sampling")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
+def load_demo_model(dtype: str) -> tuple[Any, Any]:
+    """Load SmolLM2 and its tokenizer without words from transformers between the tables."""
+    import transformers
+
+    from spec_kernels.integrations import smollm2
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return smollm2.load(dtype=dtype)
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of one variant.

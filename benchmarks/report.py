@@ -68,8 +68,7 @@ REMARKS = {
     "dispatch": "The layer's function is replaced by one that returns a finished result: what is "
     "left is checks and dispatch.",
     "decoder": "*predicted* is the practical model, from v, c, o and alpha that were measured "
-    "apart from the run. That of MTP was cut after 7 tokens, with one bare forward of each width: "
-    "its predictions rest on little.",
+    "apart from the run. From few tokens it rests on little.",
     "scaling": "One size changes at a time. The *exponent* is the slope between the smallest and "
     "the largest size in logarithms: 1 is growth in proportion, below 1 a fixed cost is spread.",
 }
@@ -181,6 +180,12 @@ def attention(record: Mapping[str, Any]) -> str:
     return f"{head}{times}\n{missing}\nPeak memory, in MiB:\n\n{_table(['', *names], memory)}"
 
 
+def decoder(record: Mapping[str, Any]) -> str:
+    """Return how much text each proposer decoded, and the table."""
+    tokens = (f"{found['tokens']} with {name}" for name, found in record["inputs"].items())
+    return f"Tokens of the text: {', '.join(tokens)}.\n\n{plain(record)}"
+
+
 def dispatch(record: Mapping[str, Any]) -> str:
     """Return a line per operation."""
     lines = [
@@ -256,7 +261,13 @@ def _cell(value: object) -> str:
 def section(record: Mapping[str, Any]) -> str:
     """Return the section of a record: what it is, the command, the machine, its tables."""
     name = record["benchmark"]
-    own = {"accept": accept, "attention": attention, "dispatch": dispatch, "scaling": scaling}
+    own = {
+        "accept": accept,
+        "attention": attention,
+        "decoder": decoder,
+        "dispatch": dispatch,
+        "scaling": scaling,
+    }
     if name in own:
         body = own[name](record)
     else:
