@@ -32,6 +32,7 @@ from spec_kernels.integrations import smollm2
 from spec_kernels.integrations.prompts import PROMPTS
 from spec_kernels.integrations.transformers import TransformersTarget
 from spec_kernels.proposers import NgramProposer
+from spec_kernels.targets import speed_up_linear_
 
 VARIANTS = ("plain", "ngram", "hf-plain", "hf-lookup")
 GAMMA = 8
@@ -143,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--kinds", nargs="+", default=["copy", "free"])
+    parser.add_argument(
+        "--fast-linear", action="store_true", help="speed_up_linear_ for all variants"
+    )
     parser.add_argument("--clock", choices=harness.CLOCKS, default="wall")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -156,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for dtype in options.dtypes:
         model, tokenizer = harness.load_demo_model(dtype)
+        if options.fast_linear:
+            speed_up_linear_(model)
         records = measure(model, tokenizer, options)
         for kind in options.kinds:
             summary = summarise(records, kind)

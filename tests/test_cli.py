@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_compare_adds_its_keys_and_agrees(model_folder: Path) -> None:
     assert record["speedup"] == pytest.approx(
         record["tokens_per_second"] / record["plain_tokens_per_second"]
     )
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_fast_linear_layers_keep_the_text(model_folder: Path) -> None:
+    plain = generate(model_folder, "the cat sat on the cat")
+    fast = generate(model_folder, "--fast-linear", "--compare", "the cat sat on the cat")
+    assert fast["outputs_agree"] is True
+    assert fast["text"] == plain["text"]
+    assert fast["settings"]["fast_linear"] is True
+    assert plain["settings"]["fast_linear"] is False
 
 
 @pytest.fixture(scope="module")

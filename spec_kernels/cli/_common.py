@@ -23,6 +23,9 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 Model = Annotated[str, typer.Option(help='"smollm2", or a local model directory.')]
 Gamma = Annotated[int, typer.Option(min=0, help="Most drafts per round; 0 = plain decoding.")]
 Dtype = Annotated[DtypeName, typer.Option(help="auto = bfloat16 where the device has it.")]
+FastLinear = Annotated[
+    bool, typer.Option("--fast-linear", help="CPU: read weights once for all rows of a forward.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 

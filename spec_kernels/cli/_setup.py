@@ -11,6 +11,7 @@ import torch
 from spec_kernels.cli._common import progress
 from spec_kernels.cli._drafting import Drafting
 from spec_kernels.decoder import Decoder
+from spec_kernels.targets import speed_up_linear_
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,13 @@ class Loaded:
     tokenizer: Any
 
     @staticmethod
-    def load(model: str, dtype: str | torch.dtype, say: Callable[[str], None]) -> Loaded:
+    def load(
+        model: str,
+        dtype: str | torch.dtype,
+        say: Callable[[str], None],
+        *,
+        fast_linear: bool = False,
+    ) -> Loaded:
         """Load a model onto the GPU if there is one; transformers is imported here."""
         import transformers
 
@@ -33,6 +40,8 @@ class Loaded:
         transformers.utils.logging.set_verbosity_error()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded, tokenizer = smollm2.load(model, dtype=dtype, device=device, progress=say)
+        if fast_linear:
+            speed_up(loaded, say)
         return Loaded(loaded, TransformersTarget(loaded), tokenizer)
 
     @property
@@ -41,6 +50,21 @@ class Loaded:
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         eos = self.tokenizer.eos_token_id if eos is None else eos
         return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def speed_up(model: torch.nn.Module, say: Callable[[str], None]) -> None:
+    """Make the linear layers of a model fast for few rows.
+
+    Raises:
+        ValueError: no layer can be, or there is no C++ compiler.
+    """
+    say("compiling the product of few rows")
+    try:
+        changed = speed_up_linear_(model)
+    except RuntimeError as error:
+        raise ValueError(f"--fast-linear: {error}") from error
+    if not changed:
+        raise ValueError("--fast-linear: no linear layer in float32 or bfloat16 on the CPU")
 
 
 @dataclass
@@ -56,6 +80,7 @@ class Setup:
     rule: str
     dtype: str
     eos_ids: list[int]
+    fast_linear: bool = False
     is_adaptive: bool = False  # gamma is then the largest one
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -79,7 +104,15 @@ class Setup:
         )
 
 
-def load(model: str, drafting: Drafting, rule: str, dtype: str, threads: int | None) -> Setup:
+def load(
+    model: str,
+    drafting: Drafting,
+    rule: str,
+    dtype: str,
+    threads: int | None,
+    *,
+    fast_linear: bool = False,
+) -> Setup:
     """Load what a command names.
 
     Raises:
@@ -91,15 +124,18 @@ def load(model: str, drafting: Drafting, rule: str, dtype: str, threads: int | N
         torch.set_num_threads(threads)
     with progress() as say:
         say("importing transformers")
-        found = Loaded.load(model, dtype, say)
+        found = Loaded.load(model, dtype, say, fast_linear=fast_linear)
 
         def load_draft(name: str) -> Any:
-            small = Loaded.load(name, found.model.dtype, say)
+            small = Loaded.load(name, found.model.dtype, say, fast_linear=fast_linear)
             if small.tokenizer.get_vocab() != found.tokenizer.get_vocab():
                 raise ValueError(f"{name} has another tokenizer than {model}")
             return small.target
 
         proposer, gamma = drafting.make(model, found.model, found.target, load_draft)
+        modules = getattr(proposer, "mtp", None) or getattr(proposer, "heads", None)
+        if fast_linear and modules is not None:
+            speed_up(modules, say)
     return Setup(
         model=model,
         target=found.target,
@@ -110,4 +146,5 @@ def load(model: str, drafting: Drafting, rule: str, dtype: str, threads: int | N
         rule=rule,
         dtype=str(found.model.dtype).removeprefix("torch."),
         eos_ids=found.eos_ids,
+        fast_linear=fast_linear,
     )

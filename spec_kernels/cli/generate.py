@@ -18,6 +18,7 @@ from spec_kernels.cli._common import (
     ERR,
     OUT,
     Dtype,
+    FastLinear,
     Gamma,
     Model,
     Threads,
@@ -123,6 +124,7 @@ def _settings(setup: Setup, request: Request) -> dict[str, Any]:
         "device": device_name(setup.target.device),
         "versions": versions(),
         "dtype": setup.dtype,
+        "fast_linear": setup.fast_linear,
         "threads": torch.get_num_threads(),
         "seed": request.seed,
         "max_new_tokens": request.max_new_tokens,
@@ -198,6 +200,7 @@ def generate(
         typer.Option(help="How the siblings of --tree are chosen (default: sampled)."),
     ] = None,
     dtype: Dtype = "auto",
+    fast_linear: FastLinear = False,
     threads: Threads = None,
     chat: Annotated[
         bool | None,
@@ -234,7 +237,7 @@ def generate(
             nodes=tree_nodes,
             children=tree_children,
         )
-        setup = load(model, drafting, rule, dtype, threads)
+        setup = load(model, drafting, rule, dtype, threads, fast_linear=fast_linear)
         setup.is_adaptive = gamma == "auto" and setup.proposer is not None
         from spec_kernels.integrations.prompts import encode_prompt
 
@@ -248,6 +251,7 @@ def demo(
     gamma: Gamma = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Token budget of each task.")] = 96,
     dtype: Dtype = "auto",
+    fast_linear: FastLinear = False,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="End each task with JSON.")] = False,
 ) -> None:
@@ -255,7 +259,8 @@ def demo(
     with friendly_errors():
         from spec_kernels.integrations.prompts import DEMO_PROMPTS
 
-        setup = load(model, Drafting(gamma=gamma), "block", dtype, threads)
+        drafting = Drafting(gamma=gamma)
+        setup = load(model, drafting, "block", dtype, threads, fast_linear=fast_linear)
         for prompt in DEMO_PROMPTS:
             OUT.rule(prompt.name)
             OUT.print(Text(prompt.text, style="dim"), soft_wrap=True)

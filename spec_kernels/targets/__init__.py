@@ -10,6 +10,7 @@ from spec_kernels.targets.base import (
     can_read,
     contain_faults,
 )
+from spec_kernels.targets.few_rows import speed_up_linear_
 from spec_kernels.targets.module import Attend, DecoderModule, ModuleTarget
 from spec_kernels.targets.table import TableTarget
 
@@ -29,4 +30,5 @@ __all__ = [
     "contain_faults",
     "make_room",
     "open_cache",
+    "speed_up_linear_",
 ]

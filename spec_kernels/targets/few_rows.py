@@ -1,0 +1,116 @@
+"""Linear layers that see few rows on a CPU: every weight is read once, and used for all rows.
+
+Verifying gamma drafts multiplies every weight matrix by gamma + 1 rows. That should cost what
+reading the matrix costs, but torch's products on a CPU are made for one row, or for many: between
+them every row is paid for, in bfloat16 without the instructions in full. `speed_up_linear_` puts
+the loop of `few_rows.cpp` in their place; torch's own compiler front end builds it on first use.
+It rounds otherwise than the products that it replaces: a verifier is exact for the logits that it
+is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MAX_ROWS: Final = 48
+"""Above it torch's products, which keep more of the weights in registers, are as fast."""
+
+_BLOCK: Final = 1 << 21  # weights that are widened to float32 at a time, where rows are many
+_NAMES: Final = {torch.float32: "multiply_float32", torch.bfloat16: "multiply_bfloat16"}
+
+
+def speed_up_linear_(model: nn.Module) -> int:
+    """Give the linear layers of a model on a CPU a fast product for few rows, in place.
+
+    Layers are `nn.Linear` themselves (no subclasses) with contiguous float32 or bfloat16 weights on
+    the CPU; others, and calls that record gradients, stay as they are. Up to `MAX_ROWS` rows
+    (requests x nodes) run the native loop, but for one row of bfloat16, where torch is as good.
+    More run torch's product, for bfloat16 in float32, block by block. Not meant for bfloat16 on
+    CPUs that multiply it themselves (where `smollm2.fast_dtype` is bfloat16).
+
+    Args:
+        model: any module; a second call changes nothing.
+
+    Returns:
+        How many layers are fast now.
+
+    Raises:
+        RuntimeError: the loop cannot be compiled (there is no C++ compiler); nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from spec_kernels.targets import speed_up_linear_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+        >>> speed_up_linear_(model)
+        1
+        >>> with torch.inference_mode():
+        ...     model(torch.ones(2, 64)).shape
+        torch.Size([2, 8])
+    """
+    layers = [m for m in model.modules() if type(m) is nn.Linear and _is_eligible(m.weight)]
+    library = _library()
+    for layer in layers:
+        product = getattr(library, _NAMES[layer.weight.dtype])
+        layer.forward = functools.partial(_forward, layer, product)  # type: ignore[method-assign]
+    return len(layers)
+
+
+def _is_eligible(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in _NAMES and weight.is_contiguous()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    from torch._inductor.codecache import CppCodeCache
+
+    try:
+        library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
+    except Exception as error:  # a missing compiler and a failing one have no common base
+        raise RuntimeError(f"speed_up_linear_ cannot compile its loop: {error}") from error
+    assert isinstance(library, ctypes.CDLL)
+    pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 3
+    for name in _NAMES.values():
+        getattr(library, name).argtypes = (*pointers, *sizes, ctypes.c_int)
+    return library
+
+
+def _forward(layer: nn.Linear, product: Callable[..., None], x: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    is_short = weight.dtype is torch.bfloat16
+    if (
+        torch.is_grad_enabled()
+        or x.dtype is not weight.dtype
+        or x.shape[-1] != inputs
+        or rows <= is_short  # torch is as good for one row of bfloat16
+        or (rows > MAX_ROWS and not is_short)
+    ):
+        return F.linear(x, weight, bias)
+    if rows > MAX_ROWS:
+        out = _widened(x.reshape(rows, inputs), weight)
+    else:
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], outputs)
+        pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
+        product(*pointers, outputs, inputs, rows, torch.get_num_threads())
+    out = out if bias is None else out.add_(bias)
+    return out.view(*x.shape[:-1], outputs)
+
+
+def _widened(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T through float32, for CPUs that cannot multiply 16-bit numbers."""
+    wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
+    step = max(1, _BLOCK // weight.shape[1])
+    for begin in range(0, weight.shape[0], step):
+        part = slice(begin, begin + step)
+        out[:, part] = wide @ weight[part].float().t()
+    return out

@@ -1,0 +1,134 @@
+"""Linear layers for few rows: against float64, at every number of rows; what they leave alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spec_kernels.targets import few_rows, speed_up_linear_
+
+SHAPES = ((1, 1), (7, 3), (8, 8), (33, 61), (5, 129))
+ROWS = (1, 2, 5, 8, 11, 12, 13, 24, 25, 47, 48, 49, 64)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    if shutil.which("c++") is None:
+        pytest.skip("the loop needs a C++ compiler")
+    with torch.inference_mode():
+        yield
+
+
+def make_layer(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:
+    torch.manual_seed(outputs)
+    return nn.Linear(inputs, outputs, bias=bias).to(dtype)
+
+
+def exact(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the product in float64, and the sum of all magnitudes that went into it."""
+    weight, wide = layer.weight.double(), x.double()
+    size = wide.abs() @ weight.abs().t()
+    bias = 0.0 if layer.bias is None else layer.bias.double()
+    return wide @ weight.t() + bias, size + abs(bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_within_rounding_of_float64(dtype: torch.dtype, bias: bool) -> None:
+    for outputs, inputs in SHAPES:
+        layer = make_layer(outputs, inputs, dtype, bias=bias)
+        assert speed_up_linear_(layer) == 1
+        for rows in ROWS:
+            x = torch.randn(rows, inputs).to(dtype)
+            expected, size = exact(layer, x)
+            found = layer(x)
+            assert found.dtype == dtype
+            # one rounding of the product, one of the bias, and the float32 sums
+            slack = (1 + bias) * torch.finfo(dtype).eps + inputs * torch.finfo(torch.float32).eps
+            assert ((found.double() - expected).abs() <= slack * size).all(), (outputs, rows)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_bfloat16_is_rounded_as_torch_rounds(rows: int) -> None:
+    layer = make_layer(33, 61, torch.bfloat16, bias=False)
+    layer.weight.copy_(torch.randint(-8, 9, (33, 61)))  # sums of such products are exact
+    x = torch.randint(-8, 9, (rows, 61)).to(torch.bfloat16)
+    expected = (x.float() @ layer.weight.float().t()).to(torch.bfloat16)
+    speed_up_linear_(layer)
+    assert torch.equal(layer(x), expected)
+
+
+def test_rows_do_not_depend_on_their_number() -> None:
+    layer = make_layer(33, 61, torch.float32, bias=True)
+    speed_up_linear_(layer)
+    x = torch.randn(48, 61)
+    together = layer(x)
+    for rows in range(1, 48):
+        assert torch.equal(layer(x[:rows]), together[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_leading_dimensions_and_strides_do_not_matter(dtype: torch.dtype) -> None:
+    layer = make_layer(33, 61, dtype, bias=True)
+    speed_up_linear_(layer)
+    x = torch.randn(2, 61, 3).to(dtype).transpose(1, 2)
+    assert layer(x).shape == (2, 3, 33)
+    assert torch.equal(layer(x), layer(x.contiguous()))
+    assert torch.equal(layer(x)[1, 2], layer(x.reshape(6, 61))[5])
+    assert layer(x[:0]).shape == (0, 3, 33)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_stay_in_their_row(dtype: torch.dtype, value: float) -> None:
+    layer = make_layer(33, 61, dtype, bias=False)
+    x = torch.randn(3, 61).to(dtype)
+    healthy = x.clone()
+    x[1, 60] = value
+    expected = layer(x)
+    speed_up_linear_(layer)
+    found = layer(x)
+    assert torch.equal(found[0::2], layer(healthy)[0::2])
+    assert torch.equal(found[1].isnan(), expected[1].isnan())
+    assert torch.equal(found[1].isinf(), expected[1].isinf())
+
+
+def test_calls_with_gradients_and_other_layers_stay_as_they_were() -> None:
+    class Special(nn.Linear):
+        pass
+
+    layers = {
+        "fast": nn.Linear(4, 4),
+        "subclass": Special(4, 4),
+        "float16": nn.Linear(4, 4).half(),
+        "float64": nn.Linear(4, 4).double(),
+    }
+    model = nn.ModuleDict(layers)
+    assert speed_up_linear_(model) == 1
+    assert [name for name, layer in layers.items() if "forward" in vars(layer)] == ["fast"]
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        weight = nn.Linear(4, 4)
+        speed_up_linear_(weight)
+        weight(torch.ones(2, 4)).sum().backward()
+        assert weight.weight.grad is not None
+    with pytest.raises(RuntimeError, match=r"shapes|size|mat"):
+        layers["fast"](torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="dtype"):
+        layers["fast"](torch.ones(2, 4, dtype=torch.float64))
+
+
+def test_without_a_compiler_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise OSError(f"no {path.name}")
+
+    few_rows._library.cache_clear()
+    monkeypatch.setattr(Path, "read_text", missing)
+    layer = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match=r"cannot compile its loop: no few_rows\.cpp"):
+        speed_up_linear_(layer)
+    assert "forward" not in vars(layer)
