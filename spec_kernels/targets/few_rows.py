@@ -23,7 +23,7 @@ from torch import Tensor, nn
 MAX_ROWS: Final = 48
 """Above it torch's products, which keep more of the weights in registers, are as fast."""
 
-_BLOCK: Final = 1 << 21  # weights that are widened to float32 at a time, where rows are many
+_BLOCK: Final = 1 << 21  # weights of a product of many rows, widened to float32 at a time
 _NAMES: Final = {torch.float32: "multiply_float32", torch.bfloat16: "multiply_bfloat16"}
 
 
@@ -33,7 +33,7 @@ def speed_up_linear_(model: nn.Module) -> int:
     Layers are `nn.Linear` themselves (no subclasses) with contiguous float32 or bfloat16 weights on
     the CPU; others, and calls that record gradients, stay as they are. Up to `MAX_ROWS` rows
     (requests x nodes) run the native loop, but for one row of bfloat16, where torch is as good.
-    More run torch's product, for bfloat16 in float32, block by block. Not meant for bfloat16 on
+    More run torch's product in float32, block by block. Not meant for bfloat16 on
     CPUs that multiply it themselves (where `smollm2.fast_dtype` is bfloat16).
 
     Args:
@@ -86,17 +86,16 @@ def _forward(layer: nn.Linear, product: Callable[..., None], x: Tensor) -> Tenso
     weight, bias = layer.weight, layer.bias
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
-    is_short = weight.dtype is torch.bfloat16
+    enough = 2 if weight.dtype is torch.bfloat16 else 1  # torch is as good for one of bfloat16
     if (
         torch.is_grad_enabled()
         or x.dtype is not weight.dtype
         or x.shape[-1] != inputs
-        or rows <= is_short  # torch is as good for one row of bfloat16
-        or (rows > MAX_ROWS and not is_short)
+        or rows < enough
     ):
         return F.linear(x, weight, bias)
     if rows > MAX_ROWS:
-        out = _widened(x.reshape(rows, inputs), weight)
+        out = _many_rows(x.reshape(rows, inputs), weight)
     else:
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], outputs)
@@ -106,11 +105,11 @@ def _forward(layer: nn.Linear, product: Callable[..., None], x: Tensor) -> Tenso
     return out.view(*x.shape[:-1], outputs)
 
 
-def _widened(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T through float32, for CPUs that cannot multiply 16-bit numbers."""
-    wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
+def _many_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T, in float32: weight @ x.T is the product that BLAS does better."""
+    wide, out = x.float().t(), x.new_empty(x.shape[0], weight.shape[0])
     step = max(1, _BLOCK // weight.shape[1])
     for begin in range(0, weight.shape[0], step):
         part = slice(begin, begin + step)
-        out[:, part] = wide @ weight[part].float().t()
+        out[:, part] = (weight[part].float() @ wide).t()
     return out
