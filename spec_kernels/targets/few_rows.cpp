@@ -4,8 +4,6 @@
 #include <cstring>
 #include <vector>
 
-#pragma GCC optimize("fp-contract=fast")  // a product and its sum are one instruction
-
 typedef float Lanes __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16), aligned(2)));

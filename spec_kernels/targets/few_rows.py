@@ -4,8 +4,8 @@ Verifying gamma drafts multiplies every weight matrix by gamma + 1 rows. That sh
 reading the matrix costs, but torch's products on a CPU are made for one row, or for many: between
 them every row is paid for, in bfloat16 without the instructions in full. `speed_up_linear_` puts
 the loop of `few_rows.cpp` in their place; torch's own compiler front end builds it on first use.
-It rounds otherwise than the products that it replaces: a verifier is exact for the logits that it
-is given.
+It rounds otherwise than the products that it replaces, in float32 the same way for any number of
+rows up to `MAX_ROWS`; a verifier is exact for the logits that it is given.
 """
 
 from __future__ import annotations
