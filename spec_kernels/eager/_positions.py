@@ -12,6 +12,14 @@ from torch import Tensor
 AT_ONCE: Final = 1 << 16
 """Entries of a mask up to which context and nodes are one piece; beyond it sums are what counts."""
 
+SHORT: Final = 1024
+"""Positions up to which four times as many entries are one piece."""
+
+
+def is_piece(rows: int, length: int) -> bool:
+    """Tell that context and nodes are attended in one go, under one mask."""
+    return rows * length <= (4 * AT_ONCE if length <= SHORT else AT_ONCE)
+
 
 class Piece(NamedTuple):
     """Positions `start .. stop` that are attended in one go; unmasked, every node sees them all."""
@@ -40,7 +48,12 @@ class CacheReader:
         end: int,
     ) -> None:
         self.cache, self.scale, self.requests = cache, scale, slice(begin, end)
-        self.blocks = None if block_table is None else block_table[begin]
+        self.table = None if block_table is None else block_table[begin:end]
+
+    def of_heads(self, first: int, last: int) -> CacheReader:
+        """Return a reader of some heads of a contiguous cache that has no scale."""
+        own = self.requests
+        return CacheReader(self.cache[:, :, first:last], None, None, own.start, own.stop)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return positions `start .. stop`: `[requests, kv_heads, positions, dim]`."""
@@ -57,17 +70,27 @@ class CacheReader:
         return rows.transpose(1, 2)
 
     def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        if self.blocks is None:
+        if self.table is None:
             return tensor[self.requests, start:stop]
         size = tensor.shape[1]
         first = start // size
-        blocks = self.blocks[first : -(-stop // size)]
-        own = slice(start - first * size, stop - first * size)
-        if tensor.dtype == torch.float8_e4m3fn:  # cannot be gathered
-            rows = tensor.view(torch.uint8)[blocks].view(torch.float8_e4m3fn)
-        else:
-            rows = tensor[blocks]
-        return rows.flatten(0, 1)[None, own]
+        rows = gather(tensor, self.table[:, first : -(-stop // size)])
+        return rows[:, start - first * size : stop - first * size]
+
+
+def gather(tensor: Tensor, table: Tensor) -> Tensor:
+    """Put the blocks of every request together: `[requests, positions, ...]`.
+
+    Args:
+        tensor: `[blocks, block_size, ...]`.
+        table: `[requests, blocks] int32`; -1, none, gives some block.
+    """
+    blocks = table.flatten().clamp_(min=0)
+    if tensor.dtype == torch.float8_e4m3fn:  # cannot be gathered
+        rows = tensor.view(torch.uint8).index_select(0, blocks).view(torch.float8_e4m3fn)
+    else:
+        rows = tensor.index_select(0, blocks)
+    return rows.view(len(table), -1, *rows.shape[2:])
 
 
 class Place(NamedTuple):
@@ -113,11 +136,28 @@ def by_rows(bias: Tensor, group: int) -> Tensor:
     return bias[:, None, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
 
 
-@lru_cache(maxsize=32)
+def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what to add to the scores of a piece: `[requests, 1, nodes * group, width]`, or one
+    for all requests. A small one is made once for all layers of a step."""
+    nodes, rows, most = place.nodes, place.width * place.group, 4 * AT_ONCE
+    if words is None:
+        if nodes * rows <= most:
+            return remembered_bias(place, (), 0, dtype)
+    elif nodes * rows <= most:
+        known = words.flatten().tolist()
+        first = known[: nodes * words.shape[1]]
+        if known == first * (len(words) // nodes):
+            return remembered_bias(place, tuple(first), nodes, dtype)
+        if len(words) * rows <= most:
+            return remembered_bias(place, tuple(known), len(words), dtype)
+    return by_rows(make_bias(place, words, dtype), place.group)
+
+
+@lru_cache(maxsize=16)
 def remembered_bias(
     place: Place, words: tuple[int, ...], tokens: int, dtype: torch.dtype
 ) -> Tensor:
-    """Make a small bias once for all layers of a step. At most 32 * `AT_ONCE` floats, 8 MiB."""
+    """Make a small bias: at most 16 * 4 * `AT_ONCE` floats are kept, 16 MiB."""
     table = torch.tensor(words, dtype=torch.int32).view(tokens, -1) if tokens else None
     return by_rows(make_bias(place, table, dtype), place.group)
 
@@ -162,7 +202,7 @@ class Sight:
             context = self.end
         length = self.end - start
         is_short = is_in_place or length <= chunk
-        if length and is_short and self.nodes * group * length <= AT_ONCE:
+        if length and is_short and is_piece(self.nodes * group, length):
             return [Piece(start, self.end, start < whole or context < self.end)]
         unmasked = max(length, 1) if is_in_place else chunk
         parts = (
@@ -186,16 +226,13 @@ class Sight:
         `[requests, 1, nodes * group, positions]`, or one for all requests.
         """
         place = Place(self.context - start, self.end - start, stop - start, self.nodes, group)
-        tokens = 0 if self.words is None else len(self.words)
-        if self.window is None and place.width * group * (tokens or self.nodes) <= AT_ONCE:
-            words = () if self.words is None else tuple(self.words.flatten().tolist())
-            return remembered_bias(place, words, tokens, dtype)
+        if self.window is None:
+            return bias_of(place, self.words, dtype)
         bias = make_bias(place, self.words, dtype)
-        if self.window is not None:
-            other = torch.arange(start, stop) - self.context
-            depths = self._depths()
-            depth = torch.where(other < 0, other, depths[other.clamp(0, self.nodes - 1)])
-            bias.masked_fill_(depth <= depths[:, None] - self.window, -math.inf)
+        other = torch.arange(start, stop) - self.context
+        depths = self._depths()
+        depth = torch.where(other < 0, other, depths[other.clamp(0, self.nodes - 1)])
+        bias.masked_fill_(depth <= depths[:, None] - self.window, -math.inf)
         return by_rows(bias, group)
 
     def _depths(self) -> Tensor:

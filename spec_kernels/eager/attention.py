@@ -22,7 +22,7 @@ Memory: what is held beside inputs and outputs doesn't grow with the context, an
     + 2 * chunk * kv_heads * (qk_dim + v_dim)           one copied chunk; nothing if read in place
 
 where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless `CHUNK` positions are more. Small
-masks are remembered, 8 MiB at most.
+masks are remembered, 16 MiB at most.
 """
 
 from __future__ import annotations
@@ -30,26 +30,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from spec_kernels.eager._at_once import (
+    ALIKE,
+    FUSED,
+    attend_at_once,
+    by_head,
+    by_node,
+    is_direct,
+    is_packed,
+)
 from spec_kernels.eager._positions import CacheReader, Sight
+
+HELD: Final = 1 << 14
+"""Floats of queries that are attended in one go over a long cache that is read in place, one KV
+head at least: their sums are what is held."""
+
+LONG: Final = 4096
+"""Positions above which a few calls more cost nothing."""
 
 CHUNK: Final = 256
 """Positions at a time in invariant calls, and least of a chunk: enough for a matrix product."""
 
 COPIED: Final = 1 << 20
 """Floats of a chunk of keys and values: 4 MiB, which stay in a shared cache while they are used."""
-
-PACKED: Final = 1 << 16
-"""See `is_packed`; 65,536 keys and values are 512 KiB, a core's second cache."""
-
-ALIKE: Final = 8
-"""Most requests of one call of torch's fused attention."""
-
-_FUSED: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Options(NamedTuple):
@@ -62,6 +70,7 @@ class Options(NamedTuple):
         dtype: of products; that of the cache if `is_in_place`, else `wide`.
         wide: float32, or float64 if the query is.
         chunk: positions that are copied or masked at a time.
+        heads: of the queries.
     """
 
     scale: float
@@ -74,6 +83,7 @@ class Options(NamedTuple):
     dtype: torch.dtype
     wide: torch.dtype
     chunk: int
+    heads: int
 
     @classmethod
     def make(
@@ -107,6 +117,7 @@ class Options(NamedTuple):
             dtype,
             wide,
             min(max(COPIED // max(row, 1) // CHUNK, 1), 8) * CHUNK,
+            query.shape[1],
         )
 
     @property
@@ -149,7 +160,7 @@ def attend_fused(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
 ) -> Sums:
     """Do as `attend_plain` in one call that writes no scores; rows that see nothing get lse 0."""
-    out, lse = _FUSED(query, keys, values, attn_mask=bias, scale=scale)
+    out, lse = FUSED(query, keys, values, attn_mask=bias, scale=scale)
     return out, lse
 
 
@@ -216,30 +227,6 @@ def attend_node_by_node(
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def is_packed(nodes: int, heads: int, dim: int, end: int) -> bool:
-    """Tell that the heads of a KV head become rows of one matrix: it costs copies of the queries,
-    which few nodes pay back where products are large, and many where keys outgrow a core's cache.
-    """
-    return nodes == 1 or end * dim * (1 if nodes >= 32 else heads / 2) > PACKED
-
-
-def by_head(query: Tensor, nodes: int, heads: int) -> Tensor:
-    """Turn `[tokens, heads * group, dim]` into `[requests, heads, nodes * group, dim]`."""
-    tokens, all_heads, dim = query.shape
-    if heads == all_heads:
-        return query.view(tokens // nodes, nodes, heads, dim).transpose(1, 2)
-    grouped = query.view(tokens // nodes, nodes, heads, all_heads // heads, dim)
-    return grouped.transpose(1, 2).flatten(2, 3)
-
-
-def by_node(rows: Tensor, nodes: int) -> Tensor:
-    """Turn `[requests, heads, nodes * group, ...]` into `[tokens, heads * group, ...]`."""
-    requests, heads, count, *dims = rows.shape
-    if count != nodes:
-        rows = rows.view(requests, heads, nodes, count // nodes, *dims)
-    return rows.transpose(1, 2).reshape(requests * nodes, -1, *dims)
-
-
 def attend_requests(
     query: Tensor, keys: CacheReader, values: CacheReader, sight: Sight, options: Options
 ) -> tuple[Tensor, Tensor | None]:
@@ -255,8 +242,27 @@ def attend_requests(
         out: `[requests * nodes, heads, v_dim]`.
         lse: `[requests * nodes, heads]`; None unless needed.
     """
+    (tokens, heads, dim), kv_heads = query.shape, keys.cache.shape[2]
+    needs_lse = options.returns_lse or options.sinks is not None
+    is_small = sight.end <= LONG or tokens * heads * dim <= HELD
+    if is_small or needs_lse or not options.is_in_place:
+        return attend_heads(query, keys, values, sight, options)
+    group = heads // kv_heads
+    step = max(HELD // (tokens * group * dim), 1)
+    out = query.new_empty(tokens, heads, dim)
+    for first in range(0, kv_heads, step):
+        own = slice(first * group, (first + step) * group)
+        k, v = (x.of_heads(first, first + step) for x in (keys, values))
+        out[:, own] = attend_heads(query[:, own], k, v, sight, options)[0]
+    return out, None
+
+
+def attend_heads(
+    query: Tensor, keys: CacheReader, values: CacheReader, sight: Sight, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Do as `attend_requests` for all heads together."""
     (_, heads, dim), nodes = query.shape, sight.nodes
-    if not options.is_fused or is_packed(nodes, heads, dim, sight.end):
+    if not options.is_fused or is_packed(nodes, options.heads, dim, sight.end, options.dtype):
         heads = keys.cache.shape[2]
     rows = by_head(query, nodes, heads)
     if rows.stride(3) != 1:
@@ -266,7 +272,7 @@ def attend_requests(
     attend = attend_node_by_node if options.invariant else attend_pieces
     out, lse = attend(rows, keys, values, sight, options)
     if not options.returns_lse and options.sinks is None:
-        return by_node(out, nodes), None
+        return by_node(out.to(query.dtype), nodes), None
     if options.is_lse_rough:
         lse = attend_pieces(rows.to(options.wide), keys, values, sight, options)[1]
     out, lse = by_node(out, nodes), by_node(lse, nodes)
@@ -334,14 +340,21 @@ def verify_attention(
         >>> verify_attention(x[0, :1], x, 3 * x, lens, cu, 1)
         (tensor([[[3.]]]), None)
     """
+    capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    capacity = capacity if max_seqlen_k is None else min(capacity, max_seqlen_k)
+    lens, starts = context_lens.tolist(), cu_seqlens_q.tolist()
+    is_plain = softcap is None and window is None and sinks is None and key_scale is None
+    if is_plain and not (return_lse or invariant) and is_direct(query, key_cache, value_cache):
+        out = attend_at_once(
+            query, key_cache, value_cache, lens, starts, block_table, ancestors, scale, capacity
+        )
+        if out is not None:
+            return out.to(query.dtype), None
     options = Options.make(
         query, key_cache, value_cache, block_table is not None,
         scale=scale, softcap=softcap, sinks=sinks, returns_lse=return_lse, invariant=invariant,
     )  # fmt: skip
-    capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    capacity = capacity if max_seqlen_k is None else min(capacity, max_seqlen_k)
     parts: list[tuple[slice, Tensor, Tensor | None]] = []
-    lens, starts = context_lens.tolist(), cu_seqlens_q.tolist()
     is_copied = not options.is_in_place or (return_lse and options.is_lse_rough)
     for begin, end in runs(lens, starts, 1 if is_copied or window is not None else ALIKE):
         own = slice(starts[begin], starts[end])
