@@ -92,6 +92,25 @@ class Weights(NamedTuple):
 
     ids: Tensor | None  # [kept] int64, None = every id
     mass: Tensor  # [kept] or [vocab] float32
+    tiles: Tensor | None = None  # [tiles, TILE]: mass, then zeros, if it lies in whole tiles
+    known: list[float] | None = None  # the sum of every tile, if it was asked for before
+
+    def sums(self) -> list[float]:
+        """Return the sum of every tile."""
+        if self.known is not None:
+            return self.known.copy()
+        if self.tiles is None:
+            return tile_sums(self.mass)
+        sums: list[float] = self.tiles.sum(1).tolist()
+        return sums
+
+
+def room_for(vocab: int, device: torch.device, width: int = 0) -> Weights:
+    """Return weights to be written, one per id, in whole tiles; their zeros reach up to `width`."""
+    tiles = torch.empty(-(-max(vocab, width, 1) // TILE), TILE, device=device)
+    padded = tiles.view(-1)
+    padded[vocab:].zero_()
+    return Weights(None, padded[:vocab], tiles)
 
 
 def float32_below(cutoff: float) -> float:
@@ -104,17 +123,26 @@ def float32_below(cutoff: float) -> float:
 
 def row_params(params: SamplingParams) -> list[RowParams]:
     """Return the parameters of every request."""
-    batch, temperature = params.temperature.numel(), params.temperature.float()
+    temperature: list[float] = params.temperature.tolist()
+    inverse = [to_float32(1.0 / t) if t else math.inf for t in temperature]
     filters = zip((params.top_k, params.top_p, params.min_p), (0, 1.0, 0.0), strict=True)
-    lists = [[off] * batch if f is None else f.tolist() for f, off in filters]
-    inverse = temperature.reciprocal().tolist()
-    return [RowParams(*p) for p in zip(temperature.tolist(), inverse, *lists, strict=True)]
+    lists = [[off] * len(temperature) if f is None else f.tolist() for f, off in filters]
+    return [RowParams(*p) for p in zip(temperature, inverse, *lists, strict=True)]
 
 
-def exponentials(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> Tensor:
-    """Write the weights of every id to `out`, and return it."""
-    torch.sub(values, row_max, out=out)
-    return out.mul_(inv_temperature * LOG2_E).exp2_()
+def scalar(value: float) -> Tensor:
+    """Return a number as an operand: one that torch does not convert at each operation."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def exponent_scale(inv_temperature: float) -> Tensor:
+    """Return by how much `exponentials` multiplies."""
+    return scalar(inv_temperature * LOG2_E)
+
+
+def exponentials(values: Tensor, row_max: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write the weights of every id to `out`, and return it; `scale` as `exponent_scale` gives."""
+    return torch.sub(values, row_max, out=out).mul_(scale).exp2_()
 
 
 def tile_sums(weights: Tensor) -> list[float]:

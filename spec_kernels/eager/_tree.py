@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from spec_kernels.eager._rows import (
@@ -30,7 +29,6 @@ from spec_kernels.eager._rows import (
     Weights,
     places_of,
     tile_sum_without,
-    tile_sums,
 )
 from spec_kernels.eager.law import RowReader, on_same_ids
 from spec_kernels.types import INVALID_DRAFT, OK, PAD_TOKEN, ZERO_Q
@@ -57,7 +55,6 @@ class Readers(NamedTuple):
     draft: RowReader | None
     columns: Tensor | None  # [vocab] int64, draft column of each target id
     replacement: bool
-    buffer: Tensor  # [vocab] float32
 
     def column(self, token: int) -> int:
         """Return the draft column of a token, -1 if there is none."""
@@ -110,23 +107,24 @@ def _subtract_draft(weights: Weights, readers: Readers, q: Row, scale: float) ->
     draft = readers.draft
     assert draft is not None
     if weights.ids is None and readers.columns is None:
-        ids, mass = draft.weights(*q)
-        if ids is None:
+        own = draft.weights(*q)
+        if own.ids is None:
             if q.law.inv_temperature != 0.0:
                 scale *= math.exp(-q.law.log_sum)
-            shared = min(mass.numel(), weights.mass.numel())
-            weights.mass[:shared].sub_(mass[:shared], alpha=scale)
+            shared = min(own.mass.numel(), weights.mass.numel())
+            weights.mass[:shared].sub_(own.mass[:shared], alpha=scale)
             return
-    own = on_same_ids(weights, draft, q.row, q.law, readers.columns)
-    weights.mass.sub_(own, alpha=scale)
+    mass = on_same_ids(weights, draft, q.row, q.law, readers.columns)
+    weights.mass.sub_(mass, alpha=scale)
 
 
 def _mass_without(readers: Readers, q: Row, tokens: set[int]) -> float:
     """Return the mass of a draft law off a few tokens, summed over the ids that are left."""
     assert readers.draft is not None
-    ids, mass = readers.draft.weights(*q)
-    places = places_of(ids, [readers.column(token) for token in tokens], mass.numel())
-    tiles = tile_sums(mass)
+    weights = readers.draft.weights(*q)
+    columns, mass = [readers.column(token) for token in tokens], weights.mass
+    places = places_of(weights.ids, columns, mass.numel())
+    tiles = weights.sums()
     for tile in {place // TILE for place in places}:
         tiles[tile] = tile_sum_without(mass, tile, places)
     scale = 1.0 if q.law.inv_temperature == 0.0 else math.exp(-q.law.log_sum)
@@ -219,16 +217,9 @@ class State:
 
     def scaled_target(self) -> Weights:
         """Return `a` times p, to be written until the next call."""
-        target = self.tree.readers.target
-        if self.child is None:
-            return target.scaled(*self.target, self.a)
-        # The weights stay in the reader's own buffer for the residual behind the next sibling.
-        ids, mass = target.weights(*self.target)
-        law, scale = self.target.law, self.a
-        if law.inv_temperature != 0.0:
-            scale *= math.exp(-law.log_sum)
-        out = self.tree.readers.buffer if ids is None else torch.empty_like(mass)
-        return Weights(ids, torch.mul(mass, scale, out=out))
+        # The weights stay for the residual behind the next sibling.
+        keeps = self.child is not None
+        return self.tree.readers.target.scaled(*self.target, self.a, keeps=keeps)
 
     def subtract_draft(self, weights: Weights) -> None:
         """Make `(w - s * q)+` of target weights w, in place; q is 0 at every fixed child."""
@@ -286,4 +277,4 @@ def residual_mass(state: State) -> Residual:
     weights = state.scaled_target()
     state.subtract_draft(weights)
     drop(weights, state.rejected)
-    return Residual(weights, tile_sums(weights.mass))
+    return Residual(weights, weights.sums())

@@ -19,6 +19,8 @@ kept whatever its row holds; and the row of a leaf is read only if the walk ends
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -115,23 +117,21 @@ class _Results:
 
     def __init__(self, max_depth: int) -> None:
         self._width = max_depth + 1
-        self._tokens: list[list[int]] = []
-        self._path: list[list[int]] = []
-        self._lens: list[int] = []
-        self._status: list[int] = []
+        self._tokens, self._path = array("q"), array("i")
+        self._lens, self._status = array("i"), array("i")
 
     def add(self, path: list[int], tokens: list[int], token: int, status: int) -> None:
         """Add a request: the nodes that it keeps, its draft tokens and its final token."""
         padding = [-1] * (self._width - len(path))
-        self._tokens.append([*(tokens[node] for node in path[1:]), token, *padding])
-        self._path.append(path + padding)
+        self._tokens.extend([*(tokens[node] for node in path[1:]), token, *padding])
+        self._path.extend(path + padding)
         self._lens.append(len(path) - 1)
         self._status.append(status)
 
     def add_absent(self) -> None:
         """Add a request without nodes."""
-        self._tokens.append([PAD_TOKEN] * self._width)
-        self._path.append([-1] * self._width)
+        self._tokens.extend([PAD_TOKEN] * self._width)
+        self._path.extend([-1] * self._width)
         self._lens.append(0)
         self._status.append(OK)
 
@@ -139,11 +139,18 @@ class _Results:
         """Return the results as tensors."""
         shape = (len(self._lens), self._width)
         return Acceptance(
-            torch.tensor(self._tokens, dtype=torch.int64, device=device).reshape(shape),
-            torch.tensor(self._lens, dtype=torch.int32, device=device),
-            torch.tensor(self._path, dtype=torch.int32, device=device).reshape(shape),
-            torch.tensor(self._status, dtype=torch.int32, device=device),
+            _tensor(self._tokens, torch.int64, device).view(shape),
+            _tensor(self._lens, torch.int32, device),
+            _tensor(self._path, torch.int32, device).view(shape),
+            _tensor(self._status, torch.int32, device),
         )
+
+
+def _tensor(numbers: array[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an array as a tensor, on a CPU in the memory where it lies."""
+    if not numbers:  # which no buffer can be
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.frombuffer(numbers, dtype=dtype).to(device)
 
 
 class _Shape:
@@ -228,7 +235,6 @@ def accept(
         None if draft.logits is None else RowReader(draft.logits, draft.law, width=target.vocab),
         None if target_to_draft is None else target_to_draft.long(),
         replacement,
-        torch.empty(target.vocab, device=target_logits.device),
     )
     tokens, target_rows = draft.tokens.tolist(), target_row.tolist()
     draft_rows = None if draft.row is None else draft.row.tolist()

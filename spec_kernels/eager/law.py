@@ -9,12 +9,13 @@ again. Sums run over tiles in float32, and over the tiles of a row in float64.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from spec_kernels.eager._penalties import Penalties, penalise, unpack
 from spec_kernels.eager._rows import (
     BINS,
     BINS_PER_NAT,
@@ -25,13 +26,16 @@ from spec_kernels.eager._rows import (
     RowLaw,
     RowParams,
     Weights,
+    exponent_scale,
     exponentials,
     first_argmax,
     float32_below,
     group_maxima,
     ids_from,
     kth_largest,
+    room_for,
     row_params,
+    scalar,
     tile_sums,
     to_float32,
     value_reaching,
@@ -40,15 +44,17 @@ from spec_kernels.eager._rows import (
 from spec_kernels.types import OK, PAD_TOKEN, TOP_P_SLACK, Law, SamplingParams
 
 
-def tile_stats(values: Tensor, row_max: float, inv_temperature: float, out: Tensor) -> float:
-    """Write the weights of every id to `out`, and return their sum.
+def tile_stats(values: Tensor, row_max: Tensor, scale: Tensor, out: Weights) -> list[float]:
+    """Write the weights `exp2((l - row_max) * scale)` to `out`, and return the sum of every tile.
 
     Example:
-        >>> values, out = torch.tensor([1.0, 1.0]), torch.empty(2)
-        >>> tile_stats(values, 1.0, 0.5, out), out
-        (2.0, tensor([1., 1.]))
+        >>> values = torch.tensor([1.0, 1.0])
+        >>> out = room_for(2, values.device)
+        >>> tile_stats(values, values.amax(), exponent_scale(0.5), out), out.mass
+        ([2.0], tensor([1., 1.]))
     """
-    return math.fsum(tile_sums(exponentials(values, row_max, inv_temperature, out)))
+    exponentials(values, row_max, scale, out.mass)
+    return out.sums()
 
 
 def _top_p_cutoff(
@@ -59,8 +65,9 @@ def _top_p_cutoff(
     A peaked row gets there within its largest groups. Otherwise the weights are summed in bins
     of equal width, and only the bin that reaches the share is sorted.
     """
-    weights = torch.empty_like(values)
-    total = tile_stats(values, row_max, inv_temperature, weights)
+    weights = room_for(values.numel(), values.device)
+    scale = exponent_scale(inv_temperature)
+    total = math.fsum(tile_stats(values, scalar(row_max), scale, weights))
     if maxima.numel() >= 8 * GROUP:
         largest = values_from(values, maxima, float(maxima.topk(GROUP).values[-1]))
         cutoff = value_reaching(largest, row_max, inv_temperature, share * total)
@@ -69,7 +76,7 @@ def _top_p_cutoff(
     bins = torch.sub(values, row_max).mul_(-inv_temperature * BINS_PER_NAT)
     places = bins.clamp_max_(BINS - 1).long()
     sums = torch.zeros(BINS, dtype=torch.float64, device=values.device)
-    cumulative = sums.scatter_add_(0, places, weights.double()).cumsum(0)
+    cumulative = sums.scatter_add_(0, places, weights.mass.double()).cumsum(0)
     mass = share * float(cumulative[-1])
     place = int(torch.searchsorted(cumulative, mass))
     inside = values[places == place]
@@ -128,7 +135,7 @@ class RowReader:
         *,
         finds_argmax: bool = False,
     ) -> None:
-        self.logits = logits.detach()
+        self.logits = logits.detach() if logits.requires_grad else logits
         self.rows, self.vocab = logits.shape
         self.holds_probabilities = law is None
         self._laws: list[RowLaw] | None = None
@@ -138,11 +145,28 @@ class RowReader:
             self._params = row_params(law)
         elif law is not None:
             self._laws = [RowLaw(*f) for f in zip(*(x.tolist() for x in law), strict=True)]
-        self._padded = torch.empty(max(self.vocab, width), device=logits.device)
-        self._padded[self.vocab :].zero_()
-        self._buffer = self._padded[: self.vocab]
+        self._width = width
         # The row whose unfiltered weights lie in the buffer, and at which temperature.
         self._weighed: tuple[int, float] | None = None
+        self._sums: list[float] | None = None  # of their tiles
+        self._scales: dict[float, Tensor] = {}
+
+    @functools.cached_property
+    def _buffer(self) -> Weights:
+        """Holds a row."""
+        return room_for(self.vocab, self.logits.device, self._width)
+
+    @functools.cached_property
+    def _spare(self) -> Weights:
+        """Holds what is made of a row whose weights stay."""
+        return room_for(self.vocab, self.logits.device)
+
+    def _scale(self, inv_temperature: float) -> Tensor:
+        """Return what `exponent_scale` does, made once."""
+        found = self._scales.get(inv_temperature)
+        if found is None:
+            found = self._scales[inv_temperature] = exponent_scale(inv_temperature)
+        return found
 
     def law(self, row: int, request: int = -1) -> RowLaw:
         """Return the law of a row; that of an invalid row if there is no such row."""
@@ -174,27 +198,33 @@ class RowReader:
         if law.cutoff > -math.inf:
             return self._filtered(self._values(row), law.cutoff, law.row_max, law.inv_temperature)
         if self._weighed != (row, law.inv_temperature):
-            exponentials(self._values(row), law.row_max, law.inv_temperature, self._buffer)
-            self._weighed = (row, law.inv_temperature)
-        return Weights(None, self._buffer)
+            values, row_max = self._values(row), scalar(law.row_max)
+            exponentials(values, row_max, self._scale(law.inv_temperature), self._buffer.mass)
+            self._weighed, self._sums = (row, law.inv_temperature), None
+        return self._buffer._replace(known=self._sums)
 
-    def scaled(self, row: int, law: RowLaw, scale: float) -> Weights:
-        """Return `scale` times the law of a valid row, to be written until the next call."""
-        ids, mass = self.weights(row, law)
+    def scaled(self, row: int, law: RowLaw, scale: float, *, keeps: bool = False) -> Weights:
+        """Return `scale` times the law of a valid row, to be written until the next call; `keeps`
+        asks for the weights of that row to stay for it."""
+        weights = self.weights(row, law)
         if law.inv_temperature != 0.0:
             scale *= math.exp(-law.log_sum)
-        if ids is not None:
-            return Weights(ids, mass * scale)
-        self._weighed = None
-        return Weights(None, torch.mul(mass, scale, out=self._buffer))
+        if weights.ids is not None:
+            return Weights(weights.ids, weights.mass * scale)
+        if not keeps:
+            self._weighed = None
+        out = self._spare if keeps else self._buffer
+        torch.mul(weights.mass, scalar(scale), out=out.mass)
+        return out
 
     def dense(self, row: int, law: RowLaw) -> Tensor:
         """Return the law of a valid row as a vector that ends in zeros: see `width`."""
-        ids, mass = self.scaled(row, law, 1.0)
-        if ids is not None:
+        weights = self.scaled(row, law, 1.0)
+        if weights.ids is not None:
             self._weighed = None
-            self._buffer.zero_()[ids] = mass
-        return self._padded
+            self._buffer.mass.zero_()[weights.ids] = weights.mass
+        assert self._buffer.tiles is not None
+        return self._buffer.tiles.view(-1)
 
     def at(self, row: int, law: RowLaw, columns: Tensor) -> Tensor:
         """Return the float32 probabilities of a few ids of a valid row; 0 outside the row."""
@@ -215,7 +245,7 @@ class RowReader:
         if values.dtype == torch.float32 and values.is_contiguous():
             return values
         self._weighed = None
-        return self._buffer.copy_(values)
+        return self._buffer.mass.copy_(values)
 
     def _filtered(
         self, values: Tensor, cutoff: float, row_max: float, inv_temperature: float
@@ -224,12 +254,13 @@ class RowReader:
         ids = ids_from(values, group_maxima(values), cutoff)
         if ids is not None:
             mass = torch.empty(ids.numel(), device=values.device)
-            exponentials(values[ids], row_max, inv_temperature, mass)
+            exponentials(values[ids], scalar(row_max), self._scale(inv_temperature), mass)
             return Weights(ids, mass)
         self._weighed = None
-        kept = torch.threshold_(self._buffer.copy_(values), float32_below(cutoff), -math.inf)
-        exponentials(kept, row_max, inv_temperature, self._buffer)
-        return Weights(None, self._buffer)
+        kept = self._buffer.mass.copy_(values)
+        torch.threshold_(kept, float32_below(cutoff), -math.inf)
+        exponentials(kept, scalar(row_max), self._scale(inv_temperature), kept)
+        return self._buffer
 
     def _compute(self, row: int, request: int) -> RowLaw:
         """Return the law of a row under the parameters of its request."""
@@ -239,7 +270,8 @@ class RowReader:
         is_greedy, argmax = params.is_greedy(), PAD_TOKEN
         if is_greedy or self._finds_argmax:
             argmax = first_argmax(values)
-        row_max = float(values.amax() if argmax == PAD_TOKEN else values[argmax])
+        largest = values.amax() if argmax == PAD_TOKEN else values[argmax].clone()
+        row_max = float(largest)
         if not math.isfinite(row_max):  # NaN if any logit is
             return INVALID
         if is_greedy:
@@ -248,12 +280,13 @@ class RowReader:
         if params.has_filter(self.vocab):
             cutoff = find_cutoff(values, row_max, params)
             kept = self._filtered(values, cutoff, row_max, inv_temperature)
-            total = math.fsum(tile_sums(kept.mass))
+            sums = kept.sums()
         else:
             cutoff = -math.inf
-            total = tile_stats(values, row_max, inv_temperature, self._buffer)
-            self._weighed = (row, inv_temperature)
-        return RowLaw(inv_temperature, cutoff, row_max, to_float32(math.log(total)), argmax, OK)
+            sums = tile_stats(values, largest, self._scale(inv_temperature), self._buffer)
+            self._weighed, self._sums = (row, inv_temperature), sums
+        log_sum = to_float32(math.log(math.fsum(sums)))
+        return RowLaw(inv_temperature, cutoff, row_max, log_sum, argmax, OK)
 
 
 def row_law(logits: Tensor, params: SamplingParams, row_request: Tensor) -> Law:
@@ -345,45 +378,6 @@ def overlap(
     return torch.tensor(beta, dtype=torch.float32, device=target_logits.device)
 
 
-class _Penalties(NamedTuple):
-    """What `adjust_logits_` subtracts, indexed by request."""
-
-    output_counts: Tensor | None
-    prompt_words: Tensor | None
-    repetition: Tensor | None
-    presence: Tensor | None
-    frequency: Tensor | None
-
-
-def _unpack(words: Tensor, vocab: int) -> Tensor:
-    """Return bit x % 32 of word x // 32 for every id x: `[vocab] bool`."""
-    shifts = torch.arange(32, dtype=words.dtype, device=words.device)
-    return ((words[:, None] >> shifts) & 1).flatten()[:vocab].bool()
-
-
-def _penalise(values: Tensor, penalties: _Penalties, request: int, drafts: Tensor) -> Tensor:
-    """Return `values` with the penalties of a request whose text ends in `drafts`."""
-    if penalties[2:] == (None, None, None):
-        return values
-    counts = torch.zeros_like(values)
-    if penalties.output_counts is not None:
-        counts.copy_(penalties.output_counts[request])
-    drafts = drafts[(drafts >= 0) & (drafts < values.numel())].long()
-    counts.index_add_(0, drafts, torch.ones_like(drafts, dtype=values.dtype))
-    is_counted = counts > 0
-    if penalties.repetition is not None:
-        seen, factor = is_counted, penalties.repetition[request].float()
-        if penalties.prompt_words is not None:
-            seen = seen | _unpack(penalties.prompt_words[request], values.numel())
-        penalised = torch.where(values > 0, values / factor, values * factor)
-        values = torch.where(seen, penalised, values)
-    if penalties.frequency is not None:
-        values = values - penalties.frequency[request].float() * counts
-    if penalties.presence is not None:
-        values = values - penalties.presence[request].float() * is_counted
-    return values
-
-
 def adjust_logits_(
     logits: Tensor,
     row_request: Tensor,
@@ -427,7 +421,7 @@ def adjust_logits_(
         tensor([[1., 2., -inf]])
     """
     vocab = logits.shape[1]
-    penalties = _Penalties(
+    penalties = Penalties(
         output_counts, prompt_words, repetition_penalty, presence_penalty, frequency_penalty
     )
     per_request = [t for t in (*penalties, bias_ids, draft_tokens) if t is not None]
@@ -440,10 +434,10 @@ def adjust_logits_(
         drafts = nothing
         if draft_tokens is not None and nodes is not None:
             drafts = draft_tokens[request, 1 : max(nodes[row], 0) + 1]
-        values = _penalise(logits[row].float(), penalties, request, drafts)
+        values = penalise(logits[row].float(), penalties, request, drafts)
         if bias_ids is not None and bias_values is not None:
             known = (bias_ids[request] >= 0) & (bias_ids[request] < vocab)
             values = values.index_add(0, bias_ids[request][known], bias_values[request][known])
         if allowed_words is not None:
-            values = values.masked_fill(~_unpack(allowed_words[row], vocab), -math.inf)
+            values = values.masked_fill(~unpack(allowed_words[row], vocab), -math.inf)
         logits[row] = values.to(logits.dtype)

@@ -63,7 +63,7 @@ def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
 
 def draw_id(coin: float, weights: Weights, tiles: list[float] | None = None) -> int:
     """Draw an id in proportion to its weight; `PAD_TOKEN` if no weight is positive."""
-    place = draw(coin, weights.mass, tiles)
+    place = draw(coin, weights.mass, weights.sums() if tiles is None else tiles)
     return place if weights.ids is None or place == PAD_TOKEN else int(weights.ids[place])
 
 
@@ -90,9 +90,9 @@ class _Noise:
 
 def _race(weights: Weights, noise: Tensor, k: int, excluded: list[int]) -> list[int]:
     """Return the k ids with the largest `weight / E`: those of `log p + g`, the first in a tie."""
-    ids, mass = weights
-    arrivals, drawn = mass / noise, list[int]()
-    for place in places_of(ids, excluded, mass.numel()):
+    ids = weights.ids
+    arrivals, drawn = weights.mass / noise, list[int]()
+    for place in places_of(ids, excluded, arrivals.numel()):
         arrivals[place] = 0.0
     while len(drawn) < k and arrivals.numel() and float(arrivals.amax()) > 0.0:
         first = first_argmax(arrivals)
@@ -106,8 +106,7 @@ def _draw_ids(
 ) -> list[int]:
     """Draw an id per coin from weights without the excluded ids and, unless with replacement,
     without those drawn before."""
-    ids, mass = weights
-    tiles = tile_sums(mass)
+    ids, mass, tiles = weights.ids, weights.mass, weights.sums()
     if len(coins) > 1 or excluded:
         mass = buffer[: mass.numel()].copy_(mass)  # the reader's weights are not ours to write
 
