@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_kernels.targets import few_rows, speed_up_linear_
+from spec_kernels.targets.few_rows import FewRowsLinear
 
 SHAPES = ((1, 1), (7, 3), (8, 8), (33, 61), (5, 129))
 ROWS = (1, 2, 5, 8, 11, 12, 13, 24, 25, 47, 48, 49, 64)
@@ -110,7 +113,8 @@ def test_calls_with_gradients_and_other_layers_stay_as_they_were() -> None:
     }
     model = nn.ModuleDict(layers)
     assert speed_up_linear_(model) == 1
-    assert [name for name, layer in layers.items() if "forward" in vars(layer)] == ["fast"]
+    assert [name for name, x in layers.items() if isinstance(x, FewRowsLinear)] == ["fast"]
+    assert speed_up_linear_(model) == 0
     with torch.inference_mode(mode=False), torch.enable_grad():
         weight = nn.Linear(4, 4)
         speed_up_linear_(weight)
@@ -122,13 +126,33 @@ def test_calls_with_gradients_and_other_layers_stay_as_they_were() -> None:
         layers["fast"](torch.ones(2, 4, dtype=torch.float64))
 
 
+def test_a_layer_may_be_converted_copied_and_saved(tmp_path: Path) -> None:
+    layer = make_layer(33, 61, torch.float32, bias=True)
+    speed_up_linear_(layer)
+    x = torch.randn(3, 61)
+    expected = layer(x)
+    copied = copy.deepcopy(layer)
+    torch.save(layer, tmp_path / "layer.pt")
+    layer.weight.zero_()
+    assert torch.equal(copied(x), expected)
+    assert torch.equal(torch.load(tmp_path / "layer.pt", weights_only=False)(x), expected)
+    short = copied.to(torch.bfloat16)
+    assert torch.allclose(short(x.bfloat16()).float(), expected, atol=0.1)
+    assert copied.double()(x.double()).dtype == torch.float64
+    transposed = nn.Linear(33, 61)
+    speed_up_linear_(transposed)
+    transposed.weight = nn.Parameter(torch.randn(33, 61).t())
+    y = torch.randn(2, 33)
+    assert torch.equal(transposed(y), F.linear(y, transposed.weight, transposed.bias))
+
+
 def test_without_a_compiler_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: Path) -> str:
         raise OSError(f"no {path.name}")
 
-    few_rows._library.cache_clear()
+    few_rows._products.cache_clear()
     monkeypatch.setattr(Path, "read_text", missing)
     layer = nn.Linear(4, 4)
     with pytest.raises(RuntimeError, match=r"cannot compile its loop: no few_rows\.cpp"):
         speed_up_linear_(layer)
-    assert "forward" not in vars(layer)
+    assert type(layer) is nn.Linear

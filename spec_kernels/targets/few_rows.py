@@ -27,20 +27,52 @@ _BLOCK: Final = 1 << 21  # weights of a product of many rows, widened to float32
 _NAMES: Final = {torch.float32: "multiply_float32", torch.bfloat16: "multiply_bfloat16"}
 
 
+class FewRowsLinear(nn.Linear):
+    """A linear layer that is fast for few rows; what `speed_up_linear_` turns layers into.
+
+    Up to `MAX_ROWS` rows (requests x nodes) run the native loop, but for one row of bfloat16, where
+    torch is as good. More run torch's product in float32, block by block. Calls that record
+    gradients, and tensors of other dtypes or devices, run `nn.Linear`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Linear gave it
+        """Return input @ weight.T + bias, `[..., outputs]`."""
+        weight, outputs, inputs = self.weight, self.out_features, self.in_features
+        rows = input.numel() // max(inputs, 1)
+        enough = 2 if weight.dtype is torch.bfloat16 else 1
+        if (
+            torch.is_grad_enabled()
+            or not _is_eligible(weight)
+            or input.dtype is not weight.dtype
+            or input.device != weight.device
+            or input.shape[-1] != inputs
+            or rows < enough
+        ):
+            return F.linear(input, weight, self.bias)
+        if rows > MAX_ROWS:
+            out = _many_rows(input.reshape(rows, inputs), weight)
+        else:
+            x = input.contiguous()
+            out = x.new_empty(rows, outputs)
+            product = _products()[weight.dtype]
+            pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
+            product(*pointers, outputs, inputs, rows, torch.get_num_threads())
+        out = out if self.bias is None else out.add_(self.bias)
+        return out.view(*input.shape[:-1], outputs)
+
+
 def speed_up_linear_(model: nn.Module) -> int:
     """Give the linear layers of a model on a CPU a fast product for few rows, in place.
 
     Layers are `nn.Linear` themselves (no subclasses) with contiguous float32 or bfloat16 weights on
-    the CPU; others, and calls that record gradients, stay as they are. Up to `MAX_ROWS` rows
-    (requests x nodes) run the native loop, but for one row of bfloat16, where torch is as good.
-    More run torch's product in float32, block by block. Not meant for bfloat16 on
-    CPUs that multiply it themselves (where `smollm2.fast_dtype` is bfloat16).
+    the CPU: they become `FewRowsLinear`, with the same parameters. Not meant for bfloat16 on CPUs
+    that multiply it themselves (where `smollm2.fast_dtype` is bfloat16).
 
     Args:
         model: any module; a second call changes nothing.
 
     Returns:
-        How many layers are fast now.
+        How many layers were changed.
 
     Raises:
         RuntimeError: the loop cannot be compiled (there is no C++ compiler); nothing was changed.
@@ -56,53 +88,29 @@ def speed_up_linear_(model: nn.Module) -> int:
         torch.Size([2, 8])
     """
     layers = [m for m in model.modules() if type(m) is nn.Linear and _is_eligible(m.weight)]
-    library = _library()
+    _products()
     for layer in layers:
-        product = getattr(library, _NAMES[layer.weight.dtype])
-        layer.forward = functools.partial(_forward, layer, product)  # type: ignore[method-assign]
+        layer.__class__ = FewRowsLinear
     return len(layers)
 
 
 def _is_eligible(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in _NAMES and weight.is_contiguous()
+    return weight.is_cpu and weight.dtype in _NAMES and weight.is_contiguous()
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _products() -> dict[torch.dtype, Callable[..., None]]:
+    """Compile the loop, or load what was compiled before."""
     from torch._inductor.codecache import CppCodeCache
 
     try:
         library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
     except Exception as error:  # a missing compiler and a failing one have no common base
         raise RuntimeError(f"speed_up_linear_ cannot compile its loop: {error}") from error
-    assert isinstance(library, ctypes.CDLL)
-    pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 3
-    for name in _NAMES.values():
-        getattr(library, name).argtypes = (*pointers, *sizes, ctypes.c_int)
-    return library
-
-
-def _forward(layer: nn.Linear, product: Callable[..., None], x: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
-    outputs, inputs = weight.shape
-    rows = x.numel() // inputs
-    enough = 2 if weight.dtype is torch.bfloat16 else 1  # torch is as good for one of bfloat16
-    if (
-        torch.is_grad_enabled()
-        or x.dtype is not weight.dtype
-        or x.shape[-1] != inputs
-        or rows < enough
-    ):
-        return F.linear(x, weight, bias)
-    if rows > MAX_ROWS:
-        out = _many_rows(x.reshape(rows, inputs), weight)
-    else:
-        x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], outputs)
-        pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
-        product(*pointers, outputs, inputs, rows, torch.get_num_threads())
-    out = out if bias is None else out.add_(bias)
-    return out.view(*x.shape[:-1], outputs)
+    found = {dtype: getattr(library, name) for dtype, name in _NAMES.items()}
+    for product in found.values():
+        product.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+    return found
 
 
 def _many_rows(x: Tensor, weight: Tensor) -> Tensor:
