@@ -23,6 +23,7 @@ from spec_kernels.proposers import (
     MTPProposer,
     Session,
 )
+from spec_kernels.proposers.base import DecodingState
 from spec_kernels.proposers.levels import CHILDREN
 from spec_kernels.targets import ModuleTarget, TableTarget
 from spec_kernels.types import PAD_TOKEN, Draft
@@ -317,20 +318,21 @@ def entries(mtp: SequentialMTP, depth: int, tokens: Sequence[int]) -> list[tuple
 
 
 def check_caches(decode: Run, mtp: SequentialMTP) -> None:
-    """The cache of depth k holds what a fresh prefill of the tokens fed so far leaves."""
+    """The cache of depth k holds what a fresh prefill of the tokens that it took in leaves; no
+    module has taken in more than the one before."""
     session = decode.session
     for row, length in enumerate(decode.state.lens.tolist()):
-        fed = int(session._memory.start[row])
-        assert fed <= length
-        fresh = entries(mtp, len(session.caches), decode.state.tokens[row, :fed].tolist())
-        for k, cache in enumerate(session.caches, 1):
+        fresh = entries(mtp, len(session.caches), decode.state.tokens[row, :length].tolist())
+        starts = [int(start[row]) for start in session._memory.starts]
+        assert sorted([length, *starts], reverse=True) == [length, *starts]
+        for k, (cache, fed) in enumerate(zip(session.caches, starts, strict=True), 1):
             count = int(cache.context_lens[row])
             assert count == max(fed - k, 0)
             if count:
                 for store, right in zip(
                     (cache.keys[0], cache.values[0]), fresh[k - 1], strict=True
                 ):
-                    assert (store[row, :count] - right).abs().max() < 1e-12
+                    assert (store[row, :count] - right[:count]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("reads_lengths", [True, False])
@@ -355,10 +357,11 @@ def test_caches_of_every_depth_equal_a_fresh_prefill(
         before = [row.length for row in decode._rows]
         fed = decode.state.lens.tolist()
         alive = [not row.is_done for row in decode._rows]
+        has_room = any(row.limit > row.length + 1 for row in decode._rows)
         decode.step()
         check_caches(decode, mtp)
-        start = decode.session._memory.start.tolist()
-        assert [s for s, ok in zip(start, alive, strict=True) if ok] == [
+        start = decode.session._memory.starts[0].tolist()
+        assert not has_room or [s for s, ok in zip(start, alive, strict=True) if ok] == [
             n for n, ok in zip(fed, alive, strict=True) if ok
         ]
         moved |= {row.length - b - 1 for row, b in zip(decode._rows, before, strict=True)}
@@ -395,19 +398,83 @@ def test_draft_laws_equal_modules_run_over_text_and_drafts(
             assert (draft.logits[draft.row[b, node]] - right).abs().max() < 1e-5
 
 
+def ask(decode: Run, most: int, allowed: Sequence[int] | None = None) -> None:
+    """Run a round that asks for `most` drafts, of each request for at most `allowed`."""
+    session, propose = decode.session, type(decode.session).propose
+
+    def fewer(state: DecodingState, limits: Tensor, gamma: int) -> Draft:
+        own = limits if allowed is None else limits.minimum(torch.tensor(allowed))
+        return propose(session, state, own.clamp(max=most).to(torch.int32), min(gamma, most))
+
+    session.propose = fewer
+    decode.step()
+
+
 def test_rounds_without_drafts_leave_no_hole() -> None:
     mtp = near_oracle(CHAOS, 0.0)
     decoder = Decoder(TableTarget(CHAOS), MTPProposer(mtp), gamma=3)
     decode = decoder.start([Request([1, 2, 3, 4], max_new_tokens=40, temperature=1.0, seed=5)])
-    propose = decode.session.propose
     for most in (3, 0, 1, 0, 3, 3):
-        decode.session.propose = lambda state, limits, gamma, most=most: propose(
-            state, limits.clamp(max=most), min(gamma, most)
-        )
-        decode.step()
+        ask(decode, most)
         check_caches(decode, mtp)
     assert decode._rows[0].stats.acceptance_rate == 1.0
     assert decode._rows[0].stats.emitted == 16
+
+
+@pytest.mark.parametrize("reads_lengths", [True, False])
+@pytest.mark.parametrize("tree", [None, [2, 2, 1]], ids=str)
+def test_modules_that_were_not_asked_catch_up(
+    tree: object, reads_lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged, and each module late by another number of rounds. Where module k has caught up, its
+    drafts come from the same law as in a run whose modules were never late."""
+    if not reads_lengths:
+        for module in ("proposers.base", "proposers.mtp"):
+            monkeypatch.setattr(f"spec_kernels.{module}.needed_width", lambda lens, most: most)
+    mtp = near_oracle(CHAOS, 0.1)
+    requests = [
+        Request(list(range(1, 2 + n)), max_new_tokens=60, temperature=1.0, seed=n)
+        for n in (0, 1, 4)
+    ]
+    decoder = Decoder(TableTarget(CHAOS), MTPProposer(mtp, tree=tree, temperature=0.7), gamma=3)
+    decode, late = decoder.start(requests), set()
+    for most in (1, 0, 1, 2, 0, 2, 1, 3, 0, 0, 3, 1, 1, 3):
+        ask(decode, most, [3, 1, 2])
+        starts = [start.tolist() for start in decode.session._memory.starts]
+        late |= {first - last for first, last in zip(starts[0], starts[2], strict=True)}
+        check_caches(decode, mtp)
+    assert max(late) > 4
+    fresh = Decoder(TableTarget(CHAOS), decoder.proposer, gamma=3).start(
+        [
+            Request(
+                decode.state.tokens[b, :length].tolist(), max_new_tokens=9, temperature=1.0, seed=b
+            )
+            for b, length in enumerate(decode.state.lens.tolist())
+        ]
+    )
+    del decode.session.propose
+    fresh.state.seeds = decode.state.seeds
+    limits = torch.full((3,), 3, dtype=torch.int32)
+    one, other = (r.session.propose(r.state, limits, 3) for r in (decode, fresh))
+    assert torch.equal(one.tokens, other.tokens)
+    assert (one.logits - other.logits).abs().max() < 1e-5
+
+
+def test_a_round_runs_the_modules_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    mtp, ran = near_oracle(CHAOS, 0.1), []
+    state = mtp.state
+    monkeypatch.setattr(mtp, "state", lambda *a: ran.append(a[4]) or state(*a))
+    monkeypatch.setattr("spec_kernels.proposers.mtp.MOST_WAITING", 6)
+    decoder = Decoder(TableTarget(CHAOS), MTPProposer(mtp), gamma=3)
+    decode, seen = decoder.start([Request([1, 2, 3, 4], max_new_tokens=60, seed=5)]), []
+    for most in (3, 1, 2, 0, 1, *(0,) * 9):
+        ran.clear()
+        ask(decode, most)
+        seen.append(list(ran))
+        check_caches(decode, mtp)
+    assert seen[:5] == [[1, 2, 3], [1], [1, 2], [], [1]]
+    assert seen[5:].count([1, 2, 3]) == 1  # too much was waiting
+    assert seen[5:].count([]) == 8
 
 
 @pytest.mark.parametrize("children", CHILDREN)

@@ -6,17 +6,19 @@ behind t. So its entry for the token at position n stands at position n - k:
 
     S_k(t) = module k (S_(k-1)(token in front of t), Emb(t))      depth k is drawn from S_k
 
-A round, r being the position of the root. The tokens committed by the last round are new to all
-modules, the root the last of them; the states in front of them are known.
+A round in which drafts up to depth g are asked for. The root is the last committed token; new to a
+module are those that it has not taken in yet, the root among them.
 
-1. module 1 takes in the new tokens; depth 1 is drawn from S_1(root);
-2. module 2 takes in the new tokens and the drafts of depth 1, depth 2 is drawn from these; and so
-   on: module k sees the whole way to every draft that it continues, as it does in training;
-3. after the verification every module keeps the new tokens and forgets the drafts, whether they
-   were accepted or not: the next round takes the accepted ones in again, with true states.
+1. module 1 takes in its new tokens; depth 1 is drawn from S_1(root);
+2. module 2 takes in its new tokens and the drafts of depth 1, depth 2 is drawn from these; and so
+   on up to module g: each sees the whole way to every draft that it continues, as in training;
+3. after the verification these modules keep the new tokens and forget the drafts, whether they were
+   accepted or not: the next round takes the accepted ones in again, with true states;
+4. modules deeper than g do nothing. What module g gave for its new tokens waits for module g + 1,
+   which catches up when it is asked for drafts, or when `MOST_WAITING` tokens are new to it.
 
-So between rounds the cache of module k holds what a fresh prefill of the tokens before the last
-round's would leave, and no number in it comes from a draft.
+So the cache of module k holds what a fresh prefill of the tokens that it took in would leave, and
+no number in it comes from a draft.
 
 Source: DeepSeek-V3 technical report 2024 (section 2.2); Li et al. 2024 (EAGLE) where one module
 serves every depth.
@@ -25,7 +27,7 @@ serves every depth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +41,9 @@ from spec_kernels.proposers.heads import fit_hidden
 from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
 from spec_kernels.targets import Nodes, make_room
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
+
+MOST_WAITING: Final = 64
+"""States that wait for a module before it catches up unasked."""
 
 
 class MTPProposer:
@@ -58,8 +63,8 @@ class MTPProposer:
             a batch runs: the hidden states or the vocabulary do not fit.
 
     Note:
-        Every round feeds all `depth` modules, whatever it drafts. A request with fewer tokens than
-        depths drafts as many as it has in front of its root.
+        A round feeds as many modules as it asks for drafts. A request with fewer tokens than depths
+        drafts as many as it has in front of its root.
     """
 
     def __init__(
@@ -91,16 +96,14 @@ class _Memory(NamedTuple):
     """What a session remembers between rounds. Tensors are replaced, never written.
 
     Attributes:
-        start: `[batch] int64`, position of the first token that is new to the modules.
-        width: most new tokens of a request, a bound on the host.
-        hidden: `[batch, width, size]`, the target's state in front of each new token.
-        carried: for each module the state in front of the first new token, `[batch, size]`.
+        starts: of each module `[batch] int64`, position of the first token that is new to it.
+        waiting: for each module the states in front of new tokens, `[batch, width, size]`: those
+            that the one before has given. With n tokens before the root, module 1 has n + 1 less
+            its start of them, a deeper one the start of the one before, plus 1, less its own.
     """
 
-    start: Tensor
-    width: int
-    hidden: Tensor
-    carried: list[Tensor]
+    starts: list[Tensor]
+    waiting: list[Tensor]
 
 
 class _Line(NamedTuple):
@@ -119,11 +122,29 @@ class _Line(NamedTuple):
     is_tree: bool
 
 
+class _Fed(NamedTuple):
+    """What a module has taken in in this round.
+
+    Attributes:
+        start: `[batch] int64`, position of its first new token.
+        num_new: `[batch] int64`, new tokens, the root the last of them.
+        most: of them, a bound on the host.
+        new: `[batch, width] int64`, the new tokens.
+        states: `[batch, width of its line, size]`, what it gave at each place.
+    """
+
+    start: Tensor
+    num_new: Tensor
+    most: int
+    new: Tensor
+    states: Tensor
+
+
 class MTPSession:
     """The modules at work on one batch.
 
     Attributes:
-        caches: of each depth, the first first. With n tokens before those of the last round, the
+        caches: of each depth, the first first. With n tokens before those that are new to it, the
             cache of depth k holds n - k entries, or none.
     """
 
@@ -141,77 +162,79 @@ class MTPSession:
             )
             for _ in range(self._depth)
         ]
-        empty = like.new_zeros(batch, config.hidden_size)
+        empty = like.new_zeros(batch, 1, config.hidden_size)
         start = torch.zeros(batch, dtype=torch.int64, device=like.device)
-        self._memory = _Memory(start, 1, empty[:, None], [empty] * self._depth)
+        self._memory = _Memory([start] * self._depth, [empty] * self._depth)
         self._before = (self._memory, [cache.context_lens for cache in self.caches])
-        self._count = start  # new tokens of this round
-        self._states: list[Tensor] = []  # of this round, by module, in the places of its line
+        self._text, self._ends = state.tokens, start  # committed tokens of present requests
+        self._fed: list[_Fed] = []  # by module, in this round
 
     @torch.no_grad()
     def prefill(
         self, state: DecodingState, row: int, tokens: Sequence[int], hidden: Tensor | None
     ) -> None:
         """Take the prompt but its last token in, module by module."""
-        start, width, first, carried = self._memory
-        start, first, carried = start.clone(), first.clone(), [x.clone() for x in carried]
+        start, waiting = self._memory.starts[0].clone(), [x.clone() for x in self._memory.waiting]
         start[row] = len(tokens)
-        device = start.device
-        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
-        states = first[row, :0] if hidden is None else fit_hidden(hidden, first)
-        if len(states):
-            first[row, 0] = states[-1]
+        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=start.device)
+        states = waiting[0][row, :0] if hidden is None else fit_hidden(hidden, waiting[0])
         for depth, cache in enumerate(self.caches, 1):
             cache.free(row)
+            if len(states):
+                waiting[depth - 1][row, 0] = states[-1]
             length = len(tokens) - depth
             if length <= 0:
+                states = states[:0]
                 continue
             counts = [length if b == row else 0 for b in range(len(start))]
-            num_nodes = torch.tensor(counts, dtype=torch.int32, device=device)
+            num_nodes = torch.tensor(counts, dtype=torch.int32, device=start.device)
             if make_room(cache, num_nodes, length, is_tree=False) is None:
                 cache.reserve(counts)
             new = Nodes(cache, num_nodes, length, counts, contained=False)
             states = self._run(depth, states[:length], ids[0, depth:], new)
             cache.advance(counts)
-            carried[depth - 1][row] = states[-1]
-        self._memory = _Memory(start, width, first, carried)
+        self._memory = _Memory([start] * self._depth, waiting)
 
     @torch.no_grad()
     def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
-        """Draw drafts up to `limits[b]` deep, and feed every module what is new to it."""
+        """Draw drafts up to `limits[b]` deep; a module for each depth takes in what is new."""
         self._before = (self._memory, [cache.context_lens for cache in self.caches])
-        draft = root_draft(state, limits)
-        self._count = torch.where(limits >= 0, state.lens - self._memory.start, 0)
-        self._states, self._new = [], self._new_tokens(state)
-        alone = Shown(draft.tokens, None, 0, 0, [0], limits >= 0)
-        logits = self._feed(alone)
+        draft, is_present = root_draft(state, limits), limits >= 0
+        self._text, self._ends = state.tokens, torch.where(is_present, state.lens.long(), 0)
+        self._fed, alone = [], Shown(draft.tokens, None, 0, 0, [0], is_present)
         if gamma > 0:
-            in_front = state.root_positions.to(torch.int32)
-            limits = limits.minimum(in_front)
+            limits = limits.minimum(state.root_positions.to(torch.int32))
+            logits = self._feed(alone)
             draft = self._grower.grow(state, draft.tokens, logits, limits, gamma, self._feed)
-        while len(self._states) < self._depth:
-            self._take_in(alone)
+        if max(states.shape[1] for states in self._memory.waiting) > MOST_WAITING:
+            while len(self._fed) < self._depth:
+                self._take_in(alone)
         return draft
 
     def commit(self, state: DecodingState, result: Acceptance, hidden: Tensor | None) -> None:
-        """Keep the new tokens in every cache; the kept nodes' states come before the next ones."""
+        """Keep the new tokens in the caches that took them in, and what waits for a module."""
         assert hidden is not None
-        start, _, first, carried = self._memory
-        is_present = result.path[:, :1] >= 0
-        states = _pick(fit_hidden(hidden, first), result.path.clamp(min=0).long())
-        root = (self._count[:, None] - 1).clamp(min=0)
-        for depth, cache in enumerate(self.caches, 1):
-            kept = self._count - (depth - start).clamp(min=0)
-            place = torch.arange(self._new.shape[1], device=kept.device)
-            rows = torch.where(place < kept[:, None], place, -1).to(torch.int32)
+        starts, waiting = list(self._memory.starts), list(self._memory.waiting)
+        is_present = result.path[:, 0] >= 0
+        ends = torch.where(is_present, state.lens.long(), starts[0])
+        for depth, fed in enumerate(self._fed, 1):
+            cache, kept = self.caches[depth - 1], fed.num_new - _missing(depth, fed.start)
             cache.holds_tree = False  # what is kept lies in front
-            cache.keep(rows, (kept - 1).clamp(min=0))
-        carried = [
-            torch.where(is_present, _pick(found, root)[:, 0], old)
-            for found, old in zip(self._states, carried, strict=True)
-        ]
-        start = torch.where(is_present[:, 0], state.lens.long(), start)
-        self._memory = _Memory(start, states.shape[1], states, carried)
+            cache.keep(torch.where(kept > 0, 0, -1)[:, None], (kept - 1).clamp(min=0))
+            starts[depth - 1] = ends
+        given = _pick(fit_hidden(hidden, waiting[0]), result.path.clamp(min=0).long())
+        count = torch.where(is_present, result.accepted_lens.long() + 1, 0)
+        if not self._fed:
+            waiting[0] = _join(waiting[0], self._ends - starts[0], given, count)
+        else:
+            waiting[0] = given
+        for depth, fed in enumerate(self._fed[: self._depth - 1], 2):
+            if depth <= len(self._fed):
+                waiting[depth - 1] = _pick(fed.states, (fed.num_new[:, None] - 1).clamp(min=0))
+            else:
+                have = fed.start - starts[depth - 1] + 1
+                waiting[depth - 1] = _join(waiting[depth - 1], have, fed.states, fed.num_new)
+        self._memory = _Memory(starts, waiting)
 
     def rollback(self, state: DecodingState) -> None:
         """Return to what was there before the round."""
@@ -219,73 +242,71 @@ class MTPSession:
         for cache, length in zip(self.caches, lens, strict=True):
             cache.truncate(length)
 
-    def _new_tokens(self, state: DecodingState) -> Tensor:
-        """Return the committed tokens that the modules have not seen, `[batch, width]`."""
-        width = max(needed_width(self._count, self._memory.width), 1)
-        offset = torch.arange(width, device=self._count.device)
-        columns = (self._memory.start[:, None] + offset).clamp(max=state.tokens.shape[1] - 1)
-        tokens = state.tokens.gather(1, columns)
-        return torch.where(offset < self._count[:, None], tokens, PAD_TOKEN)
-
     def _feed(self, shown: Shown) -> Tensor:
         """Feed the next module, and return its logits behind the nodes wanted."""
         self._take_in(shown)
-        nodes = torch.tensor(shown.nodes, device=self._count.device)
-        states = self._states[-1]
-        place = (self._count[:, None] - 1 + nodes).clamp(0, states.shape[1] - 1)
-        return self._mtp.logits(_pick(states, place), len(self._states))
+        fed = self._fed[-1]
+        place = fed.num_new[:, None] - 1 + torch.tensor(shown.nodes, device=fed.num_new.device)
+        states = _pick(fed.states, place.clamp(0, fed.states.shape[1] - 1))
+        return self._mtp.logits(states, len(self._fed))
 
     def _take_in(self, shown: Shown) -> None:
-        """Let the next module take in the new tokens and the drafts so far; note its states."""
-        depth, memory = len(self._states) + 1, self._memory
-        line = self._line(shown)
+        """Let the next module take in its new tokens and the drafts so far; note its states."""
+        depth = len(self._fed) + 1
+        start, waiting = self._memory.starts[depth - 1], self._memory.waiting[depth - 1]
+        above = self._fed[-1] if self._fed else None
+        if above is not None and above.start is start:
+            count, most, new = above.num_new, above.most, above.new
+        else:
+            count = (self._ends - start).clamp(min=0)
+            most = waiting.shape[1] + (0 if above is None else above.most - 1)
+            new = self._new_tokens(start, count, most)
+        line = _line_up(new, count, shown)
         width = line.tokens.shape[1]
-        # Module k has no entry for the first k tokens of a text: leave them out.
-        skip = (depth - memory.start).clamp(min=0)[:, None]
+        skip = _missing(depth, start)[:, None]
         place = torch.arange(width, device=skip.device)
         taken = (place + skip).clamp(max=width - 1)
-        tokens, above = line.tokens.gather(1, taken), line.parents.gather(1, taken)
-        if depth == 1:  # no draft among them
-            inputs = _pick(memory.hidden, taken)
-        else:
-            states, carried = self._states[-1], memory.carried[depth - 2]
-            found = _pick(states, above.clamp(min=0))
-            inputs = torch.where((above >= 0)[..., None], found, carried[:, None])
+        tokens, parents = line.tokens.gather(1, taken), line.parents.gather(1, taken)
+        inputs = _pick(waiting, taken.clamp(max=waiting.shape[1] - 1))
+        if above is not None:
+            known = parents if above.start is start else parents - (above.start - start)[:, None]
+            found = _pick(above.states, known.clamp(0, above.states.shape[1] - 1))
+            inputs = torch.where((known >= 0)[..., None], found, inputs)
         num_nodes = (line.length - skip[:, 0]).clamp(min=0).to(torch.int32)
-        parents = (above - skip).clamp(min=-1).to(torch.int32) if line.is_tree else None
-        cache = self.caches[depth - 1]
-        counts = make_room(cache, num_nodes, width, is_tree=line.is_tree)
-        new = Nodes(cache, num_nodes, width, counts, parents=parents)
+        hung = (parents - skip).clamp(min=-1).to(torch.int32) if line.is_tree else None
+        states = self._compute(depth, inputs, tokens, num_nodes, hung)
+        back = (place - skip).clamp(min=0)  # from the places computed to those of the line
+        self._fed.append(_Fed(start, count, most, new, _pick(states, back)))
+
+    def _compute(
+        self, depth: int, inputs: Tensor, tokens: Tensor, num_nodes: Tensor, parents: Tensor | None
+    ) -> Tensor:
+        """Return the states of one module, `[batch, nodes, size]`; arbitrary behind `num_nodes`.
+
+        Args:
+            depth: of the module.
+            inputs: `[batch, nodes, size]`, the states in front of the tokens.
+            tokens: `[batch, nodes] int64`.
+            num_nodes: `[batch] int32`.
+            parents: `[batch, nodes] int32`, or None: chains.
+        """
+        cache, nodes = self.caches[depth - 1], tokens.shape[1]
+        counts = make_room(cache, num_nodes, nodes, is_tree=parents is not None)
+        new = Nodes(cache, num_nodes, nodes, counts, parents=parents)
         chosen = new.pick(torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape))
         given = (depth, inputs.flatten(0, 1)[chosen], tokens.flatten()[chosen], new)
         out = self._run(*given)
         if new.is_spoiled(out):
             out = self._run(*given)
         if not len(out):
-            out = inputs.new_zeros(1, inputs.shape[2])
-        back = new.row.clamp(min=0).long().gather(1, (place - skip).clamp(min=0))
-        self._states.append(out[back])
+            return torch.zeros_like(inputs)
+        return out[new.row.clamp(min=0).long()]
 
-    def _line(self, shown: Shown) -> _Line:
-        """Put the drafts behind the new tokens of each request."""
-        drafts = shown.tokens.shape[1] - 1 if shown.depth else 0
-        place = torch.arange(self._new.shape[1] + drafts, device=self._new.device)
-        place = place.expand(len(self._new), -1)
-        root = self._count[:, None] - 1
-        if not drafts:
-            return _Line(self._new, place - 1, self._count, is_tree=False)
-        nodes = num_nodes_of(shown.tokens)
-        nodes = torch.where(shown.is_wanted, nodes, nodes.clamp(max=1))
-        length = torch.where(self._count > 0, self._count - 1 + nodes, 0)
-        node = (place - root).clamp(0, drafts)
-        is_new = place <= root
-        old = self._new.gather(1, place.clamp(max=self._new.shape[1] - 1))
-        tokens = torch.where(is_new, old, shown.tokens.gather(1, node))
-        above = place - 1
-        if shown.parents is not None:
-            hung = root + shown.parents.long().gather(1, node)
-            above = torch.where(is_new, above, hung)
-        return _Line(tokens, above, length, is_tree=shown.parents is not None)
+    def _new_tokens(self, start: Tensor, count: Tensor, most: int) -> Tensor:
+        """Return the committed tokens that a module has not seen, `[batch, width]`."""
+        offset = torch.arange(max(needed_width(count, most), 1), device=count.device)
+        columns = (start[:, None] + offset).clamp(max=self._text.shape[1] - 1)
+        return torch.where(offset < count[:, None], self._text.gather(1, columns), PAD_TOKEN)
 
     def _run(self, depth: int, hidden: Tensor, tokens: Tensor, new: Nodes) -> Tensor:
         """Return the states of one module at new nodes, `[tokens, size]`."""
@@ -295,6 +316,43 @@ class MTPSession:
 
         ids = tokens.clamp(min=0)[None]
         return self._mtp.state(hidden[None], ids, new.positions[None], attend, depth)[0]
+
+
+def _missing(depth: int, start: Tensor) -> Tensor:
+    """Return how many of its new tokens a module has no entry for: a text's first `depth`."""
+    return (depth - start).clamp(min=0)
+
+
+def _line_up(new: Tensor, count: Tensor, shown: Shown) -> _Line:
+    """Put the drafts behind the new tokens of each request."""
+    drafts = shown.tokens.shape[1] - 1 if shown.depth else 0
+    place = torch.arange(new.shape[1] + drafts, device=new.device).expand(len(new), -1)
+    if not drafts:
+        return _Line(new, place - 1, count, is_tree=False)
+    root = count[:, None] - 1
+    nodes = num_nodes_of(shown.tokens)
+    nodes = torch.where(shown.is_wanted, nodes, nodes.clamp(max=1))
+    length = torch.where(count > 0, count - 1 + nodes, 0)
+    node = (place - root).clamp(0, drafts)
+    is_new = place <= root
+    old = new.gather(1, place.clamp(max=new.shape[1] - 1))
+    tokens = torch.where(is_new, old, shown.tokens.gather(1, node))
+    above = place - 1
+    if shown.parents is not None:
+        hung = root + shown.parents.long().gather(1, node)
+        above = torch.where(is_new, above, hung)
+    return _Line(tokens, above, length, is_tree=shown.parents is not None)
+
+
+def _join(first: Tensor, have: Tensor, then: Tensor, more: Tensor) -> Tensor:
+    """Return the first `have[b]` states of each request and behind them `more[b]` others, `[batch,
+    width, size]`."""
+    width = first.shape[1]
+    place = torch.arange(
+        max(needed_width(have + more, width + then.shape[1]), 1), device=have.device
+    )
+    place = torch.where(place < have[:, None], place, place - have[:, None] + width)
+    return _pick(torch.cat([first, then], 1), place.clamp(max=width + then.shape[1] - 1))
 
 
 def _pick(states: Tensor, place: Tensor) -> Tensor:
