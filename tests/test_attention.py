@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -319,6 +320,37 @@ def test_eager_bits_do_not_depend_on_requests_of_equal_size(
             ancestors=keywords["ancestors"][own],
         )  # fmt: skip
         assert torch.equal(alone, out[own])
+
+
+def test_eager_requests_of_equal_size_are_gathered_together() -> None:
+    """Blocks of short ones are put together at once; a block of -1 behind the last node is none."""
+    case = Case((40,) * 3, (4,) * 3, block_size=16, dtype=torch.float32)
+    (query, *caches, context_lens, cu, most), keywords = make(case)
+    table, words = keywords["block_table"], keywords["ancestors"]
+    out, _ = eager.verify_attention(
+        query, *caches, context_lens, cu, most, block_table=table, ancestors=words
+    )
+    for b in range(3):
+        own = slice(4 * b, 4 * b + 4)
+        alone, _ = eager.verify_attention(
+            query[own], *caches, context_lens[:1], cu[:2], most,
+            block_table=table[b : b + 1], ancestors=words[own],
+        )  # fmt: skip
+        assert torch.equal(alone, out[own])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_eager_bits_do_not_depend_on_how_many_heads_are_held(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a long cache KV heads are attended one after the other."""
+    args, keywords = make(
+        Case((5_000,), (40,), heads=12, kv_heads=3, dim=64, block_size=0, dtype=dtype)
+    )
+    held, _ = eager.verify_attention(*args, ancestors=keywords["ancestors"])
+    monkeypatch.setattr(sys.modules["spec_kernels.eager.attention"], "HELD", 1 << 30)
+    whole, _ = eager.verify_attention(*args, ancestors=keywords["ancestors"])
+    assert torch.equal(held, whole)
 
 
 @pytest.mark.parametrize("context", [40, 9_000], ids=["one-piece", "pieces"])
