@@ -201,7 +201,7 @@ def test_every_benchmark_checks_its_variants(name: str, monkeypatch: pytest.Monk
     assert len(cases) >= 1
     for case in cases:
         assert set(harness.REQUIRED) <= set(case.settings)
-        assert next(iter(case.variants)).startswith(("ours", "accept", "verify"))
+        assert next(iter(case.variants)).startswith(("ours", "accept", "row_law", "verify"))
 
 
 def test_a_benchmark_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
