@@ -5,7 +5,8 @@ time, and beside the measured speed-up over plain decoding the one of `cost_mode
 that were measured apart from it:
 
 - v: bare forwards over 1..9 nodes behind the prompt;
-- c, o, and what a plain round takes beside its forward: rounds of another prompt;
+- c at gamma 1, 2, 4 and 8, o, and what a plain round takes beside its forward: rounds of another
+  prompt;
 - alpha of each position, and the share of rounds with drafts: the rounds of the largest gamma,
   replayed for the others. Where a round begins depends on gamma: after a failure more often the
   larger gamma is, so the alphas that one gamma counted are not those of another.
@@ -15,9 +16,9 @@ round, and bare forwards come in between. So a machine that drifts drifts for al
 stop at any time (`--budget`). "auto" has learned its costs on the other prompt. `--clock cpu` takes
 CPU seconds instead, for one thread on a machine that others use.
 
-Greedy, batch 1, prompts of kind "copy". The draft model is the target without three of its layers:
-too slow to gain time, but its rounds have a c. An MTP proposer of depth gamma drafts with the
-weights in the package; they were trained for three depths.
+Greedy, batch 1, prompts of one kind (`--kind`). The draft model is the target without three of its
+layers: too slow to gain time, but its rounds have a c. An MTP proposer of depth gamma drafts with
+the weights in the package; they were trained for three depths.
 
     python -m benchmarks.bench_decoder --threads 2
 
@@ -40,7 +41,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.bench_trees import skip_layers
-from spec_kernels.adaptive import CostMeter, Judged
+from spec_kernels.adaptive import Judged
 from spec_kernels.cost_model import StepCosts, conditional_acceptance, speedups
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.integrations.prompts import PROMPTS
@@ -51,7 +52,7 @@ from spec_kernels.stats import Seconds
 
 MAX_GAMMA = 8
 GAMMAS = (*range(MAX_GAMMA + 1), "auto")
-APART = (0, 1, 4, MAX_GAMMA)
+APART = (0, 1, 2, 4, MAX_GAMMA)
 """Gammas of the rounds that c and o come from."""
 PARTS = ("draft", "verify", "accept", "state")
 METRIC = "tokens per second of the rounds, prefill left out; speed-up over plain decoding"
@@ -132,18 +133,18 @@ class Forwards:
     @property
     def done(self) -> float:
         """The share of the sweeps over all widths."""
-        return len(self.times[MAX_GAMMA + 1]) / self._sweeps
+        return sum(map(len, self.times.values())) / (self._sweeps * len(self.times))
 
     @torch.no_grad()
     def step(self) -> None:
-        """Measure every width once."""
-        for nodes, times in self.times.items():
-            tokens = torch.tensor([[self._last] * nodes])
-            count = torch.tensor([nodes], dtype=torch.int32)
-            begin = time.perf_counter()
-            self._target.forward(tokens, count, self._cache)
-            times.append(time.perf_counter() - begin)
-            self._cache.truncate(self._lens)
+        """Measure the next width once: like those of rounds, the forward comes after other work."""
+        nodes, times = min(self.times.items(), key=lambda item: len(item[1]))
+        tokens = torch.tensor([[self._last] * nodes])
+        count = torch.tensor([nodes], dtype=torch.int32)
+        begin = time.perf_counter()
+        self._target.forward(tokens, count, self._cache)
+        times.append(time.perf_counter() - begin)
+        self._cache.truncate(self._lens)
 
 
 def take_turns(works: Sequence[Work], end: float = math.inf) -> None:
@@ -196,23 +197,34 @@ def count(rounds: Sequence[tuple[bool, int]], gamma: int) -> tuple[list[float], 
     return conditional_acceptance(survived), len(kept) / len(rounds)
 
 
-def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> StepCosts:
-    """Return v of the bare forwards, c and o of the rounds apart."""
-    meter, rest = CostMeter(), []
-    for lane in apart:
-        for asked, depth, _, seconds in lane.rounds:
-            meter.take(asked, depth, seconds)
-            if asked == 0:
-                rest.append(seconds.decode - seconds.verify)
-    found, beside = meter.costs(), statistics.median(rest)
-    assert found is not None
-    times = {nodes: statistics.median(each) + beside for nodes, each in forwards.times.items()}
-    return StepCosts({n: t / times[1] for n, t in times.items()}, c=found.c, o=found.o)
+def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> list[StepCosts]:
+    """Return the costs of each gamma: v of the bare forwards, o of the rounds apart, plain ones
+    first, and c of those with the same gamma or, where there are none, between its neighbours'.
+
+    c depends on gamma, since before the first draft of a round a proposer takes in what the last
+    one accepted. Means, since what is predicted is a sum over rounds; the first one of a lane
+    warms up.
+    """
+    plain, *others = (lane.rounds[1:] or lane.rounds for lane in apart)
+    unit = statistics.fmean(seconds.decode for *_, seconds in plain)
+    beside = statistics.fmean(seconds.decode - seconds.verify for *_, seconds in plain)
+    times = {nodes: statistics.fmean(each) + beside for nodes, each in forwards.times.items()}
+    drafting, rest = {}, []
+    for gamma, rounds in zip(APART[1:], others, strict=True):
+        asked = sum(asked for asked, *_ in rounds)  # the last one may ask for fewer
+        drafting[gamma] = gamma * sum(seconds.draft for *_, seconds in rounds) / max(asked, 1)
+        rest += [seconds.accept + seconds.state for _, depth, _, seconds in rounds if depth]
+    o = max(statistics.fmean(rest) - beside, 0.0) if rest else 0.0
+    v, between = {n: t / times[1] for n, t in times.items()}, StepCosts(drafting)
+    return [
+        StepCosts(v, c=between.verify(gamma) / gamma / unit if gamma else 0.0, o=o / unit)
+        for gamma in range(MAX_GAMMA + 1)
+    ]
 
 
 def measure(
     target: Any, propose: Propose, prompts: Sequence[Sequence[int]], options: Any, end: float
-) -> tuple[dict[Any, Lane], StepCosts]:
+) -> tuple[dict[Any, Lane], list[StepCosts]]:
     """Return what every gamma took on the second prompt, and the costs measured apart from it."""
     proposers = {gamma: propose(gamma) for gamma in range(1, MAX_GAMMA + 1)}
     proposers |= {0: None, "auto": proposers[MAX_GAMMA]}
@@ -230,7 +242,7 @@ def measure(
     return lanes, costs_of(forwards, apart)
 
 
-def judge(name: str, lanes: dict[Any, Lane], costs: StepCosts) -> list[dict[str, Any]]:
+def judge(name: str, lanes: dict[Any, Lane], costs: Sequence[StepCosts]) -> list[dict[str, Any]]:
     """Return a row per gamma: what was measured and, except for "auto", predicted."""
     kept = [(one.drafts, one.accepted) for _, _, one, _ in lanes[MAX_GAMMA].rounds]
     speeds = {gamma: len(lane.tokens) / lane.seconds() for gamma, lane in lanes.items()}
@@ -241,7 +253,7 @@ def judge(name: str, lanes: dict[Any, Lane], costs: StepCosts) -> list[dict[str,
             predicted = None
         elif gamma:
             alpha, drafted = count(replay(kept, MAX_GAMMA, gamma), gamma)
-            predicted = speedups(alpha, costs, max_gamma=gamma, drafted=drafted)[gamma]
+            predicted = speedups(alpha, costs[gamma], max_gamma=gamma, drafted=drafted)[gamma]
         row = {
             "proposer": name,
             "gamma": gamma,
@@ -283,12 +295,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--forwards", type=int, default=12, help="of each width")
-    parser.add_argument("--apart", type=int, default=12, help="tokens of the other prompt")
+    parser.add_argument("--apart", type=int, default=24, help="tokens of the other prompt")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--clock", choices=harness.CLOCKS, default="wall", help="cpu: 1 thread")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all of it")
     parser.add_argument("--skipped", type=int, nargs="+", default=[14, 18, 22])
     parser.add_argument("--proposers", nargs="+", default=["ngram", "draft-model", "mtp"])
+    parser.add_argument("--kind", choices=("copy", "code", "free"), default="copy", help="of text")
     parser.add_argument("--write", action="store_true", help="keep the record in results/")
     parser.add_argument("--append", action="store_true", help="to the rows of the record there")
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -296,15 +309,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     model, tokenizer = harness.load_demo_model("float32")
     target = TransformersTarget(model)
-    copies = [prompt for prompt in PROMPTS if prompt.kind == "copy"]
-    prompts = [copies[place].encode(tokenizer) for place in (1, 0)]
+    texts = [prompt for prompt in PROMPTS if prompt.kind == options.kind]
+    prompts = [texts[place].encode(tokenizer) for place in (1, 0)]
     propose = make_proposers(model, options.skipped)
     head = harness.header(
         model="smollm2",
         dtype="float32",
         batch=1,
         context=len(prompts[1]),
-        prompt=copies[0].name,
+        prompt=texts[0].name,
         gamma=f"0..{MAX_GAMMA} and auto",
         sampling="greedy",
         clock=options.clock,
@@ -324,7 +337,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         with mock.patch.object(time, "perf_counter", clock):
             lanes, costs = measure(target, propose[name], prompts, options, end)
         record["rows"] += judge(name, lanes, costs)
-        record["inputs"][name] = {**vars(costs), "tokens": len(lanes[0].tokens)}
+        record["inputs"][name] = {
+            "v": costs[0].v,
+            "c": {gamma: costs[gamma].c for gamma in APART[1:]},
+            "o": costs[0].o,
+            "tokens": len(lanes[0].tokens),
+        }
     if options.write:
         harness.write(record, "cpu")
     print(json.dumps(record))

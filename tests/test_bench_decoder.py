@@ -11,7 +11,9 @@ import torch
 
 from benchmarks import bench_decoder
 from benchmarks.bench_decoder import GAMMAS, MAX_GAMMA, count, replay, take_turns
+from spec_kernels.adaptive import Judged
 from spec_kernels.proposers import NgramProposer
+from spec_kernels.stats import Seconds
 from spec_kernels.targets import TableTarget
 
 
@@ -52,6 +54,27 @@ def test_counts_are_alphas_and_the_share_of_rounds_with_drafts() -> None:
     assert count([(False, 0)], 2) == ([0.0, 0.0], 0.0)
 
 
+def test_drafting_costs_what_it_did_with_the_same_gamma() -> None:
+    """Means over rounds, in plain rounds; between two gammas along the line of their times."""
+
+    def lane(gamma: int, *rounds: Seconds) -> argparse.Namespace:
+        warm = Seconds(draft=99.0, verify=99.0)
+        judged = Judged(gamma > 0, 0, gamma > 0)
+        return argparse.Namespace(rounds=[(gamma, gamma, judged, one) for one in (warm, *rounds)])
+
+    apart = [lane(0, Seconds(verify=0.75, accept=0.25))]
+    for gamma, draft in ((1, 0.25), (2, 0.3), (4, 0.5), (8, 0.9)):
+        rounds = [Seconds(draft=draft + noise, verify=5.0, accept=0.5) for noise in (-0.1, 0.1)]
+        apart.append(lane(gamma, *rounds))
+    forwards = argparse.Namespace(times={n: [0.75, 0.75 + 0.5 * (n - 1)] for n in range(1, 10)})
+    costs = bench_decoder.costs_of(forwards, apart)
+    assert [gamma * one.c for gamma, one in enumerate(costs)] == pytest.approx(
+        [0.0, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    )
+    assert costs[3].o == pytest.approx(0.25)
+    assert costs[3].v == pytest.approx({n: 1.0 + 0.25 * (n - 1) for n in range(1, 10)})
+
+
 class Counted:
     def __init__(self, name: str, bits: int, seen: list[str]) -> None:
         self.name, self.bits, self.seen, self.steps = name, bits, seen, 0
@@ -83,6 +106,6 @@ def test_every_gamma_decodes_the_same_text() -> None:
     rows = bench_decoder.judge("ngram", lanes, costs)
     assert [row["gamma"] for row in rows] == list(GAMMAS)
     assert {len(lane.tokens) for lane in lanes.values()} == {12}
-    assert sorted(costs.v) == list(range(1, MAX_GAMMA + 2))
+    assert all(sorted(one.v) == list(range(1, MAX_GAMMA + 2)) for one in costs)
     assert rows[0]["measured"] == rows[0]["predicted"] == 1.0
     assert [row["tokens_per_round"] for row in rows[:5]] == [1.0, 2.0, 3.0, 4.0, 4.0]
