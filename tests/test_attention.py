@@ -323,7 +323,7 @@ def test_eager_bits_do_not_depend_on_requests_of_equal_size(
 
 
 def test_eager_requests_of_equal_size_are_gathered_together() -> None:
-    """Blocks of short ones are put together at once; a block of -1 behind the last node is none."""
+    """Blocks of short ones are put together at once."""
     case = Case((40,) * 3, (4,) * 3, block_size=16, dtype=torch.float32)
     (query, *caches, context_lens, cu, most), keywords = make(case)
     table, words = keywords["block_table"], keywords["ancestors"]
