@@ -7,7 +7,7 @@ round's time: *v* is the forward over root and drafts, *c* the drafting, *o* acc
 the caches; a form pays if its tokens per round exceed their sum. `--clock cpu` counts CPU seconds,
 for one thread on a machine that others use.
 
-    python -m benchmarks.bench_mtp --threads 2
+    python -m benchmarks.bench_mtp --threads 2 --fast-linear
 
 Last line of stdout: one JSON object.
 """
@@ -31,6 +31,7 @@ from spec_kernels.integrations.prompts import encode_prompt
 from spec_kernels.integrations.smollm2_mtp import load_smollm2_mtp
 from spec_kernels.integrations.transformers import TransformersTarget
 from spec_kernels.proposers import HeadsProposer, MTPProposer
+from spec_kernels.targets import speed_up_linear_
 from spec_kernels.training.recipe import held_out_prompts
 
 FORMS: Final = {
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--fast-linear", action="store_true", help="with speed_up_linear_")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--clock", choices=harness.CLOCKS, default="wall", help="cpu: 1 thread")
@@ -108,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     model, tokenizer = harness.load_demo_model(options.dtype)
     modules = {kind: load_smollm2_mtp(model, kind) for kind in ("sequential", "parallel")}
+    if options.fast_linear:
+        speed_up_linear_(torch.nn.ModuleList([model, *modules.values()]))
     decoders = make_decoders(TransformersTarget(model), modules, tokenizer.eos_token_id)
     questions = held_out_prompts()
     prompts = [
@@ -117,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     head = harness.header(
         model="smollm2",
         dtype=options.dtype,
+        fast_linear=options.fast_linear,
         batch=1,
         context="the prompts' own, from position 0",
         prompts=f"{len(prompts)} held-out questions, {options.max_new_tokens} tokens each",
