@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_kernels import eager, reference, tree
 from spec_kernels.ops import merge_attention, verify_attention
-from tests.attention_cases import CHAIN, COMB, STAR, Case, describe_tree, make, make_parents
+from tests.attention_cases import CHAIN, COMB, RANDOM, STAR, Case, describe_tree, make, make_parents
 from tests.layers import LAYERS, SMALL_LAYERS, layer
 
 RAGGED = {"contexts": (0, 1, 15, 16, 17, 33, 1000), "nodes": (5, 1, 7, 0, 3, 4, 2)}
@@ -337,6 +337,28 @@ def test_eager_requests_of_equal_size_are_gathered_together() -> None:
             block_table=table[b : b + 1], ancestors=words[own],
         )  # fmt: skip
         assert torch.equal(alone, out[own])
+
+
+@pytest.mark.parametrize("tree", ["", RANDOM], ids=["chain", "tree"])
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_eager_rows_of_no_request_are_zeros(tree: str, block_size: int) -> None:
+    """Behind requests of equal size, fewer rows than requests, or more."""
+    case = Case((40,) * 2, (3,) * 2, block_size=block_size, dtype=torch.float32, tree=tree)
+    (query, *caches, context_lens, cu, most), keywords = make(case)
+    del keywords["return_lse"]
+    keywords.pop("depths", None)  # without a window they say nothing
+    words = keywords.pop("ancestors", None)
+    whole, _ = eager.verify_attention(
+        query, *caches, context_lens, cu, most, ancestors=words, **keywords
+    )
+    for more in (1, 3):
+        padded = torch.cat([query, query[:more]])
+        own = None if words is None else torch.cat([words, words[:more]])
+        out, _ = eager.verify_attention(
+            padded, *caches, context_lens, cu, most, ancestors=own, **keywords
+        )
+        assert torch.equal(out[:6], whole)
+        assert not out[6:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])

@@ -87,6 +87,8 @@ def attend_at_once(
     nodes = tokens // batch if batch else 0
     if not nodes or batch > ALIKE or starts != [*range(0, tokens + 1, nodes)]:
         return None
+    if tokens != nodes * batch:  # rows of no request
+        return None
     end, kv_heads = lens[0] + nodes, key_cache.shape[2]
     if end > capacity or (batch > 1 and lens != lens[:1] * batch):
         return None
