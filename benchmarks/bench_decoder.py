@@ -238,6 +238,8 @@ def measure(
     forwards = Forwards(target, prompt, options.forwards)
     take_turns([*apart, first])
     lanes = {gamma: Lane(decoders[gamma], prompt, options.max_new_tokens) for gamma in GAMMAS}
+    for work in (*lanes.values(), *[forwards] * len(forwards.times)):  # each once, however late
+        work.step()
     take_turns([*lanes.values(), forwards], end)
     return lanes, costs_of(forwards, apart)
 

@@ -31,7 +31,7 @@ PROGRAMS = {
         "1",
     ),
     "trees": ("--prompts", "2", "--max-new-tokens", "8"),
-    "decoder": ("--max-new-tokens", "16", "--budget", "60"),
+    "decoder": ("--max-new-tokens", "16", "--budget", "200"),
     "mtp": ("--prompts", "1", "--max-new-tokens", "8"),
     "traffic": ("row_law",),
 }

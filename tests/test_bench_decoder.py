@@ -109,3 +109,12 @@ def test_every_gamma_decodes_the_same_text() -> None:
     assert all(sorted(one.v) == list(range(1, MAX_GAMMA + 2)) for one in costs)
     assert rows[0]["measured"] == rows[0]["predicted"] == 1.0
     assert [row["tokens_per_round"] for row in rows[:5]] == [1.0, 2.0, 3.0, 4.0, 4.0]
+
+
+def test_without_time_every_gamma_still_has_a_row() -> None:
+    target = TableTarget(torch.eye(5).roll(1, dims=1))
+    options = argparse.Namespace(apart=6, forwards=2, max_new_tokens=12)
+    prompts = [[0, 1, 2, 3, 4, 0, 1], [1, 2, 3, 4, 0, 1, 2]]
+    measured = bench_decoder.measure(target, lambda gamma: NgramProposer(), prompts, options, 0.0)
+    rows = bench_decoder.judge("ngram", *measured)
+    assert [row["tokens_per_round"] for row in rows[:3]] == [1.0, 2.0, 3.0]
