@@ -4,9 +4,9 @@ context.
     python -m benchmarks.bench_scaling
 
 One size changes at a time: every request keeps half of its drafts, since how many rows are read
-would otherwise be another coin at every size. Acceptance reads rows, so it grows in proportion to V
-and to the rows; what a call costs whatever its size makes it grow less than in proportion to the
-batch, up to the roof. Every point is checked like the benchmark of its operation.
+would otherwise be another coin at every size. Reading rows costs in proportion to V and to their
+number; what a call and a request cost whatever their size makes the whole grow less than that.
+Every point is checked like the benchmark of its operation.
 
 Last line of stdout: one JSON object.
 """

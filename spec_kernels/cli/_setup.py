@@ -23,13 +23,7 @@ class Loaded:
     tokenizer: Any
 
     @staticmethod
-    def load(
-        model: str,
-        dtype: str | torch.dtype,
-        say: Callable[[str], None],
-        *,
-        fast_linear: bool = False,
-    ) -> Loaded:
+    def load(model: str, dtype: str | torch.dtype, say: Callable[[str], None]) -> Loaded:
         """Load a model onto the GPU if there is one; transformers is imported here."""
         import transformers
 
@@ -40,8 +34,6 @@ class Loaded:
         transformers.utils.logging.set_verbosity_error()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded, tokenizer = smollm2.load(model, dtype=dtype, device=device, progress=say)
-        if fast_linear:
-            speed_up(loaded, say)
         return Loaded(loaded, TransformersTarget(loaded), tokenizer)
 
     @property
@@ -52,15 +44,15 @@ class Loaded:
         return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
-def speed_up(model: torch.nn.Module, say: Callable[[str], None]) -> None:
-    """Make the linear layers of a model fast for few rows.
+def speed_up(models: Sequence[torch.nn.Module], say: Callable[[str], None]) -> None:
+    """Make the linear layers of all models fast for few rows.
 
     Raises:
         ValueError: no layer can be, or there is no C++ compiler.
     """
     say("compiling the product of few rows")
     try:
-        changed = speed_up_linear_(model)
+        changed = speed_up_linear_(torch.nn.ModuleList(models))
     except RuntimeError as error:
         raise ValueError(f"--fast-linear: {error}") from error
     if not changed:
@@ -124,18 +116,20 @@ def load(
         torch.set_num_threads(threads)
     with progress() as say:
         say("importing transformers")
-        found = Loaded.load(model, dtype, say, fast_linear=fast_linear)
+        found = Loaded.load(model, dtype, say)
+        models = [found.model]
 
         def load_draft(name: str) -> Any:
-            small = Loaded.load(name, found.model.dtype, say, fast_linear=fast_linear)
+            small = Loaded.load(name, found.model.dtype, say)
             if small.tokenizer.get_vocab() != found.tokenizer.get_vocab():
                 raise ValueError(f"{name} has another tokenizer than {model}")
+            models.append(small.model)
             return small.target
 
         proposer, gamma = drafting.make(model, found.model, found.target, load_draft)
-        modules = getattr(proposer, "mtp", None) or getattr(proposer, "heads", None)
-        if fast_linear and modules is not None:
-            speed_up(modules, say)
+        if fast_linear:
+            trained = (getattr(proposer, name, None) for name in ("mtp", "heads"))
+            speed_up([*models, *(each for each in trained if each is not None)], say)
     return Setup(
         model=model,
         target=found.target,

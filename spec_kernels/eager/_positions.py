@@ -140,10 +140,9 @@ def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return what to add to the scores of a piece: `[requests, 1, nodes * group, width]`, or one
     for all requests. A small one is made once for all layers of a step."""
     nodes, rows, most = place.nodes, place.width * place.group, 4 * AT_ONCE
-    if words is None:
-        if nodes * rows <= most:
+    if nodes * rows <= most:
+        if words is None:
             return remembered_bias(place, (), 0, dtype)
-    elif nodes * rows <= most:
         known = words.flatten().tolist()
         first = known[: nodes * words.shape[1]]
         if known == first * (len(words) // nodes):

@@ -23,7 +23,6 @@ from spec_kernels.eager._rows import (
     first_argmax,
     places_of,
     tile_sum_without,
-    tile_sums,
 )
 from spec_kernels.eager.law import RowReader
 from spec_kernels.eager.random import exponential, exponential_rows
@@ -33,7 +32,7 @@ NOISE_BLOCK: Final = 2**15
 """Ids whose noise is made at once."""
 
 
-def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
+def draw(coin: float, weights: Tensor, tiles: list[float]) -> int:
     """Draw an index in proportion to non-negative weights; `PAD_TOKEN` if nothing is positive.
 
     An index of weight 0 is never drawn; a coin on a boundary gives the next positive index.
@@ -41,13 +40,14 @@ def draw(coin: float, weights: Tensor, tiles: list[float] | None = None) -> int:
     Args:
         coin: in [0, 1).
         weights: `[n] float32`, contiguous.
-        tiles: their `tile_sums`, if known.
+        tiles: their `tile_sums`.
 
     Example:
-        >>> [draw(coin, torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])) for coin in (0.0, 0.25, 0.99)]
+        >>> weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+        >>> [draw(coin, weights, tile_sums(weights)) for coin in (0.0, 0.25, 0.99)]
         [1, 3, 3]
     """
-    cumulative = list(accumulate(tile_sums(weights) if tiles is None else tiles))
+    cumulative = list(accumulate(tiles))
     total = cumulative[-1]
     if not 0.0 < total < math.inf:
         return PAD_TOKEN

@@ -26,7 +26,8 @@ static inline float widen(uint16_t half) {
 
 static inline void store(float value, float* to) { *to = value; }
 
-static inline void store(float value, uint16_t* to) {  // to nearest even; NaNs of bfloat16 have no low bits
+// To nearest even. The sum of bfloat16 products is no NaN with low bits, which would carry over.
+static inline void store(float value, uint16_t* to) {
   uint32_t word;
   std::memcpy(&word, &value, sizeof word);
   *to = (word + 0x7fff + (word >> 16 & 1)) >> 16;
