@@ -40,11 +40,11 @@ def draw(coin: float, weights: Tensor, tiles: list[float]) -> int:
     Args:
         coin: in [0, 1).
         weights: `[n] float32`, contiguous.
-        tiles: their `tile_sums`.
+        tiles: their sums by tile, as `Weights.sums` gives.
 
     Example:
         >>> weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
-        >>> [draw(coin, weights, tile_sums(weights)) for coin in (0.0, 0.25, 0.99)]
+        >>> [draw(coin, weights, [1.0]) for coin in (0.0, 0.25, 0.99)]
         [1, 3, 3]
     """
     cumulative = list(accumulate(tiles))
