@@ -3,7 +3,8 @@
     python -m benchmarks.bench_dispatch
 
 In the place of the layer's function stands one that returns a finished result, so the whole time of
-a call is overhead. On a GPU that is what launching costs before the first kernel.
+a call is overhead; under no_grad, where decoders call. On a GPU that is what launching costs before
+the first kernel.
 
 Last line of stdout: one JSON object.
 """
@@ -86,7 +87,7 @@ def without_work(name: str, device: str, call: tuple[Callable[..., Any], Any, An
         return result
 
     def calls() -> None:
-        with mock.patch.object(layer, name, finished):
+        with torch.no_grad(), mock.patch.object(layer, name, finished):
             for _ in range(CALLS):
                 function(*args, **kwargs)
 

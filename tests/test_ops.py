@@ -112,7 +112,8 @@ def recorded(call: Callable[[], Any]) -> tuple[torch._ops.OpOverload, tuple[Any,
 
 
 def is_direct(*args: Any) -> bool:
-    return not _register._is_watched() and _register._describe(args, [])
+    is_grad = torch.is_grad_enabled()
+    return not _register._is_watched() and _register._describe(args, [], False, is_grad)
 
 
 def test_only_what_nobody_watches_passes_by_the_dispatcher() -> None:
@@ -121,6 +122,8 @@ def test_only_what_nobody_watches_passes_by_the_dispatcher() -> None:
     assert is_direct(plain, None, 1, 0.5, True, "block", (plain, plain))
     assert not is_direct(plain, leaf)
     assert not is_direct((plain, leaf))
+    with torch.no_grad():
+        assert is_direct(plain, (plain, leaf))
     assert not is_direct(torch.nn.Parameter(plain, requires_grad=False))
     assert not is_direct(plain.to("meta"))
     with Recorder():

@@ -86,7 +86,8 @@ def checked_once(*, strides: bool = False) -> Callable[[Callable[P, R]], Callabl
             if _is_watched():
                 return function(*args, **kwargs)
             signature: list[Any] = [len(args), *kwargs]
-            if not _describe((*args, *kwargs.values()), signature, strides):
+            is_grad = torch.is_grad_enabled()
+            if not _describe((*args, *kwargs.values()), signature, strides, is_grad):
                 return function(*args, **kwargs)
             key = tuple(signature)
             if key in known:
@@ -113,14 +114,15 @@ def _is_watched() -> bool:
     )
 
 
-def _describe(values: Iterable[Any], signature: list[Any], strides: bool = False) -> bool:
+def _describe(values: Iterable[Any], signature: list[Any], strides: bool, is_grad: bool) -> bool:
     """Add all that checks may ask of the values to a signature. Return whether they are plain:
-    options, and tensors on the CPU that autograd does not watch, by themselves or in tuples."""
+    options, and tensors on the CPU that autograd does not watch, by themselves or in tuples.
+    Autograd watches nothing while `is_grad` is False."""
     add = signature.append
     for value in values:
         kind = value.__class__
         if kind is Tensor:
-            if not value.is_cpu or value.requires_grad:
+            if not value.is_cpu or (is_grad and value.requires_grad):
                 return False
             add(value.shape)
             add(value.dtype)
@@ -134,12 +136,13 @@ def _describe(values: Iterable[Any], signature: list[Any], strides: bool = False
         elif kind in _TUPLES:
             add(kind)
             add(len(value))
-            if not _describe(value, signature, strides):
+            if not _describe(value, signature, strides, is_grad):
                 return False
         elif kind is CacheTensors:  # no check asks for addresses
             add(kind)
             add(value.rows)
-            if not _describe((value.tensors, value.table, value.groups), signature, strides):
+            held = (value.tensors, value.table, value.groups)
+            if not _describe(held, signature, strides, is_grad):
                 return False
         else:  # a subclass of Tensor, a symbolic number, what the checks refuse
             return False
