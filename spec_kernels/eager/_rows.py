@@ -107,10 +107,9 @@ class Weights(NamedTuple):
 
 def room_for(vocab: int, device: torch.device, width: int = 0) -> Weights:
     """Return weights to be written, one per id, in whole tiles; their zeros reach up to `width`."""
-    tiles = torch.empty(-(-max(vocab, width, 1) // TILE), TILE, device=device)
-    padded = tiles.view(-1)
+    padded = torch.empty(-(-max(vocab, width, 1) // TILE) * TILE, device=device)
     padded[vocab:].zero_()
-    return Weights(None, padded[:vocab], tiles)
+    return Weights(None, padded[:vocab], padded.view(-1, TILE))
 
 
 def float32_below(cutoff: float) -> float:
@@ -132,7 +131,7 @@ def row_params(params: SamplingParams) -> list[RowParams]:
 
 def scalar(value: float) -> Tensor:
     """Return a number as an operand: one that torch does not convert at each operation."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.full((), value, dtype=torch.float32)
 
 
 def exponent_scale(inv_temperature: float) -> Tensor:
