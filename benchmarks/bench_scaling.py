@@ -4,9 +4,8 @@ context.
     python -m benchmarks.bench_scaling
 
 One size changes at a time: every request keeps half of its drafts, since how many rows are read
-would otherwise be another coin at every size. Reading rows costs in proportion to V and to their
-number; what a call and a request cost whatever their size makes the whole grow less than that.
-Every point is checked like the benchmark of its operation.
+would otherwise be another coin at every size. The points of a sweep are timed in turns: a slow
+minute of the machine would bend the line. Each is checked like the benchmark of its operation.
 
 Last line of stdout: one JSON object.
 """
@@ -117,17 +116,15 @@ def attend_case(sweep: str, nodes: int, context: int, options: harness.Options) 
     return harness.Case(settings, variants, keys.nbytes + values.nbytes)
 
 
-def cases(options: harness.Options) -> Iterator[harness.Case]:
-    """Yield the points of every sweep, the smallest first; the longest only on demand."""
+def cases(options: harness.Options) -> Iterator[list[harness.Case]]:
+    """Yield every sweep, the smallest size first; the longest only on demand."""
+    most = None if options.full else 5
     for sweep, values in ACCEPT.items():
-        for value in values if options.full else values[:5]:
-            yield accept_case(sweep, {**SIZES, sweep: value}, options)
-    for rows in ROWS if options.full else ROWS[:5]:
-        yield law_case(rows, options)
-    for nodes in ATTEND["nodes"] if options.full else ATTEND["nodes"][:5]:
-        yield attend_case("nodes", nodes, 1024, options)
-    for context in ATTEND["context"] if options.full else ATTEND["context"][:5]:
-        yield attend_case("context", 5, context, options)
+        yield [accept_case(sweep, {**SIZES, sweep: value}, options) for value in values[:most]]
+    yield [law_case(rows, options) for rows in ROWS[:most]]
+    yield [attend_case("nodes", nodes, 1024, options) for nodes in ATTEND["nodes"][:most]]
+    contexts = ATTEND["context"][:most]
+    yield [attend_case("context", 5, context, options) for context in contexts]
 
 
 if __name__ == "__main__":

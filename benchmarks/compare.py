@@ -47,7 +47,9 @@ def serve(arguments: Sequence[str]) -> None:
     device, names = arguments[0], arguments[1:]
     answer, sys.stdout = sys.stdout, sys.stderr
     options = harness.Options(device)
-    rows = ((name, case) for name in names for case in suite.load(name).cases(options))
+    rows = (
+        (name, case) for name in names for case in harness.each(suite.load(name).cases(options))
+    )
     calls: dict[str, Any] = {}
     for line in sys.stdin:
         if line.strip() == "next":

@@ -23,13 +23,14 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+K = TypeVar("K")
 Call = Callable[[], object]
 
 RESULTS = Path(__file__).parent / "results"
@@ -71,12 +72,12 @@ class Times:
 
 
 def measure(
-    variants: Mapping[str, Call],
+    variants: Mapping[K, Call],
     *,
     repeats: int,
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Times]:
+) -> dict[K, Times]:
     """Run every variant `repeats` times, in turns, after one turn that does not count.
 
     Each turn begins one variant later, so that none always finds the caches that another left.
@@ -90,7 +91,7 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     once = _gpu_seconds if torch.device(device).type == "cuda" else _cpu_seconds
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    found: dict[K, list[float]] = {name: [] for name in variants}
     names = [*variants]
     for turn in range(repeats + 1):
         begin = turn % len(names)
@@ -211,7 +212,14 @@ class Case(NamedTuple):
 
 
 NOT_COMPILED = "asked for by --compiled"
-Cases = Callable[[Options], Iterable[Case]]
+Cases = Callable[[Options], Iterable[Case | list[Case]]]
+"""Yields rows, and lists of rows that are timed in turns: the points of a sweep."""
+
+
+def each(cases: Iterable[Case | list[Case]]) -> Iterator[Case]:
+    """Yield rows one by one, those in lists too."""
+    for case in cases:
+        yield from case if isinstance(case, list) else [case]
 
 
 def compiled(function: Callable[..., object], arguments: Sequence[Any], options: Options) -> Any:
@@ -226,38 +234,47 @@ def compiled(function: Callable[..., object], arguments: Sequence[Any], options:
     return lambda: call(*arguments)
 
 
-def time_case(
-    case: Case,
+def time_cases(
+    cases: Sequence[Case],
     device: str,
     *,
     seconds: float = 4.0,
     repeats: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
-    """Time a case and return its row.
+) -> list[dict[str, Any]]:
+    """Time the variants of all cases in turns and return a row for each case.
 
     Args:
-        seconds: about how long the turns may take together, between 3 and 40 turns.
+        seconds: about how long the turns of a case may take, between 3 and 40 turns.
         repeats: the number of turns instead.
         clock: as in `measure`.
     """
-    missing = [key for key in REQUIRED if key not in case.settings]
-    if missing:
-        raise ValueError(f"a row must name {missing}")
-    device = "cpu" if case.on_host else device
-    calls = {name: call for name, call in case.variants.items() if not isinstance(call, str)}
-    absent = {name: why for name, why in case.variants.items() if isinstance(why, str)}
+    for case in cases:
+        if missing := [key for key in REQUIRED if key not in case.settings]:
+            raise ValueError(f"a row must name {missing}")
+    device = "cpu" if cases[0].on_host else device
+    calls = {
+        (place, name): call
+        for place, case in enumerate(cases)
+        for name, call in case.variants.items()
+        if not isinstance(call, str)
+    }
     if not repeats:
         once = measure(calls, repeats=1, device=device, clock=clock)
         turn = sum(times.p50 for times in once.values())
-        repeats = max(3, min(40, int(seconds / max(turn, 1e-9))))
+        repeats = max(3, min(40, int(seconds * len(cases) / max(turn, 1e-9))))
     times = measure(calls, repeats=repeats, device=device, clock=clock)
-    row = {**case.settings, "bytes": case.moved, "repeats": repeats}
-    quantiles = {
-        name: {key: value / case.calls for key, value in asdict(t).items()}
-        for name, t in times.items()
-    }
-    return {**row, "times": quantiles, "absent": absent}
+    rows = []
+    for place, case in enumerate(cases):
+        quantiles = {
+            name: {key: value / case.calls for key, value in asdict(times[place, name]).items()}
+            for name in case.variants
+            if (place, name) in times
+        }
+        absent = {name: why for name, why in case.variants.items() if isinstance(why, str)}
+        row = {**case.settings, "bytes": case.moved, "repeats": repeats}
+        rows.append({**row, "times": quantiles, "absent": absent})
+    return rows
 
 
 def print_row(row: Mapping[str, Any]) -> None:
@@ -299,8 +316,11 @@ def run(
     began, rows, left_out = time.monotonic(), [], ""
     seconds = 8.0 if options.full else 1.2
     for case in cases(options):
-        rows.append(time_case(case, options.device, seconds=seconds, repeats=repeats, clock=clock))
-        print_row(rows[-1])
+        group = case if isinstance(case, list) else [case]
+        timed = time_cases(group, options.device, seconds=seconds, repeats=repeats, clock=clock)
+        rows += timed
+        for row in timed:
+            print_row(row)
         if time.monotonic() - began > budget:
             left_out = f"stopped after {len(rows)} rows: its {budget:.0f} s were over"
             print(left_out)

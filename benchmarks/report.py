@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import _svg, harness
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,10 +73,10 @@ REMARKS = {
     "apart from the run. From few tokens it rests on little.",
     "scaling": "One size changes at a time. The *exponent* is the slope between the smallest and "
     "the largest size in logarithms: 1 is growth in proportion, below 1 a fixed cost is spread. "
-    "*Upper half* is the slope from the middle size on. Every request keeps half of its drafts: "
-    "with coins drawn anew at each size the number of rows that are read would change too. What "
-    "acceptance costs on a CPU is not proportional to V over these sizes: each request has a fixed "
-    "cost, of many small operations, as large as that of its rows up to about 100,000 ids.",
+    "*Fixed* and *each more* are a straight line through the points, and *off the line* is the "
+    "largest relative error of that: growth is linear where it is small. Every request keeps half "
+    "of its drafts: with coins drawn anew at each size the number of rows that are read would "
+    "change too. Calls and requests cost something whatever their size: on a CPU many small steps.",
 }
 
 
@@ -213,6 +215,15 @@ def _line(rows: Sequence[Mapping[str, Any]], sweep: str, variant: str) -> list[t
     return [(row[sweep], row["times"][variant]["p50"] * 1e6) for row in rows]
 
 
+def _straight(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return the line `fixed + more * x` with the least squares of relative errors, and the largest
+    of these."""
+    x, y = np.array(points).T
+    scaled = np.stack([np.ones_like(x), x]) / y
+    line = np.linalg.lstsq(scaled.T, np.ones_like(y), rcond=None)[0]
+    return float(line[0]), float(line[1]), float(abs(line @ scaled - 1.0).max())
+
+
 def scaling(record: Mapping[str, Any]) -> str:
     """Return a plot and the growth of each variant per sweep."""
     parts = []
@@ -222,16 +233,16 @@ def scaling(record: Mapping[str, Any]) -> str:
             points = _line(rows, sweep, variant)
             (x, first), (wide, last) = points[0], points[-1]
             slope = math.log(last / first) / math.log(wide / x)
-            middle, half = points[(len(points) - 1) // 2]
-            upper = math.log(last / half) / math.log(wide / middle)
+            fixed, more, error = _straight(points)
             cells = [f"{x:g}: {first:,.0f}", f"{wide:g}: {last:,.0f}", f"{slope:.2f}"]
-            cells.append(f"{upper:.2f}")
+            cells += [f"{fixed:,.0f}", f"{more:.3g}", f"{error:.0%}"]
             lines.append([variant, *cells])
         follows = ("gamma",) if sweep == "nodes" else ()  # of a chain: nodes - 1
-        fixed = _named(rows[0], ("sweep", sweep, *follows))
-        table = _table(["", "smallest: us", "largest: us", "exponent", "upper half"], lines)
+        others = _named(rows[0], ("sweep", sweep, *follows))
+        columns = ["", "smallest: us", "largest: us", "exponent"]
+        table = _table([*columns, "fixed: us", "each more: us", "off the line"], lines)
         picture = f"![{sweep}](plots/scaling-{sweep}.svg)"
-        parts.append(f"### Over {sweep}\n\n**{fixed}**\n\n{picture}\n\n{table}")
+        parts.append(f"### Over {sweep}\n\n**{others}**\n\n{picture}\n\n{table}")
     return "\n".join(parts)
 
 

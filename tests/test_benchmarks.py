@@ -135,12 +135,12 @@ def _case(**changes: Any) -> harness.Case:
 
 
 def test_a_row_names_what_it_depends_on() -> None:
-    row = harness.time_case(_case(), "cpu", repeats=2)
+    row = harness.time_cases([_case()], "cpu", repeats=2)[0]
     assert (row["batch"], row["bytes"], row["absent"]) == (3, 7, {"peer": "no peer here"})
     assert set(row["times"]) == {"ours"}
     settings = dict.fromkeys(set(harness.REQUIRED) - {"sampling"})
     with pytest.raises(ValueError, match=r"must name \['sampling'\]"):
-        harness.time_case(_case(settings=settings), "cpu", repeats=2)
+        harness.time_cases([_case(settings=settings)], "cpu", repeats=2)
 
 
 def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,15 +148,30 @@ def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(
         calls: object, *, repeats: int, device: str, clock: object
-    ) -> dict[str, harness.Times]:
+    ) -> dict[tuple[int, str], harness.Times]:
         clocked.append(device)
-        return {"ours": harness.Times(2.0, 4.0, 6.0)}
+        return {(0, "ours"): harness.Times(2.0, 4.0, 6.0)}
 
     monkeypatch.setattr(harness, "measure", measure)
-    harness.time_case(_case(on_host=True), "cuda", repeats=1)
-    row = harness.time_case(_case(calls=4), "cuda", repeats=1)
+    harness.time_cases([_case(on_host=True)], "cuda", repeats=1)
+    row = harness.time_cases([_case(calls=4)], "cuda", repeats=1)[0]
     assert clocked == ["cpu", "cuda"]
     assert row["times"]["ours"] == {"p20": 0.5, "p50": 1.0, "p80": 1.5}
+
+
+def test_the_points_of_a_sweep_take_turns() -> None:
+    order: list[int] = []
+    sweep = [_case(variants={"ours": lambda size=size: order.append(size)}) for size in (1, 2)]
+    record = harness.run("none", "seconds", lambda _: [sweep], harness.Options(), repeats=2)
+    assert order == [1, 2, 2, 1, 1, 2]
+    assert [set(row["times"]) for row in record["rows"]] == [{"ours"}] * 2
+    assert list(harness.each([sweep, sweep[0]])) == [*sweep, sweep[0]]
+
+
+def test_growth_is_told_from_a_line() -> None:
+    found = report._straight([(x, 5.0 + 2.0 * x) for x in (1.0, 10.0, 1000.0)])
+    assert found == pytest.approx((5.0, 2.0, 0.0))
+    assert report._straight([(1.0, 1.0), (2.0, 4.0), (3.0, 9.0)])[2] > 0.1
 
 
 def test_a_suite_ends_in_time_and_names_what_it_lacks(
@@ -197,7 +212,7 @@ def test_every_benchmark_checks_its_variants(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(bench_scaling, "SIZES", {"batch": 1, "gamma": 2, "vocab": 64})
     monkeypatch.setattr(bench_scaling, "ACCEPT", {"vocab": (32,), "batch": (2,), "gamma": (1,)})
     monkeypatch.setattr(bench_scaling, "ATTEND", {"nodes": (3,), "context": (16,)})
-    cases = list(suite.load(name).cases(harness.Options()))
+    cases = list(harness.each(suite.load(name).cases(harness.Options())))
     assert len(cases) >= 1
     for case in cases:
         assert set(harness.REQUIRED) <= set(case.settings)
