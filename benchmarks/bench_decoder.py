@@ -5,11 +5,12 @@ time, and beside the measured speed-up over plain decoding the one of `cost_mode
 that were measured apart from it:
 
 - v: bare forwards over 1..9 nodes behind the prompt;
-- c at gamma 1, 2, 4 and 8, o, and what a plain round takes beside its forward: rounds of another
-  prompt;
-- alpha of each position, and the share of rounds with drafts: the rounds of the largest gamma,
-  replayed for the others. Where a round begins depends on gamma: after a failure more often the
-  larger gamma is, so the alphas that one gamma counted are not those of another.
+- c, catch_up, o, and what a plain round takes beside its forward: rounds of another prompt, with
+  gamma 0, 1, 3 and 8;
+- alpha of each position, and the share of rounds with drafts: drafts behind every place of the
+  text, in a run that accepts none of them. Where a round begins depends on gamma: after a failure
+  more often the larger gamma is, so the alphas of one gamma are not those of another; but what is
+  right behind a place gives the rounds of every gamma.
 
 All gammas decode the same text at the same time: the one that has the least of it takes the next
 round, and bare forwards come in between. So a machine that drifts drifts for all, and the run may
@@ -34,7 +35,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import asdict
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -42,18 +45,20 @@ import torch
 from benchmarks import harness
 from benchmarks.bench_trees import skip_layers
 from spec_kernels.adaptive import Judged
-from spec_kernels.cost_model import StepCosts, conditional_acceptance, speedups
+from spec_kernels.cost_model import StepCosts, conditional_acceptance, practical_speedup
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.integrations.prompts import PROMPTS
 from spec_kernels.integrations.smollm2_mtp import load_smollm2_mtp
 from spec_kernels.integrations.transformers import TransformersTarget
 from spec_kernels.proposers import DraftModelProposer, MTPProposer, NgramProposer
+from spec_kernels.proposers.base import DecodingState, fit_draft, root_draft
 from spec_kernels.stats import Seconds
+from spec_kernels.types import Draft
 
 MAX_GAMMA = 8
 GAMMAS = (*range(MAX_GAMMA + 1), "auto")
-APART = (0, 1, 2, 4, MAX_GAMMA)
-"""Gammas of the rounds that c and o come from."""
+APART = (0, 1, 3, MAX_GAMMA)
+"""Gammas of the rounds that c, catch_up and o come from."""
 PARTS = ("draft", "verify", "accept", "state")
 METRIC = "tokens per second of the rounds, prefill left out; speed-up over plain decoding"
 Propose = Callable[[int], Any]
@@ -98,6 +103,20 @@ class Lane:
     def seconds(self, part: str = "decode") -> float:
         """Return the time of its rounds, or of a part of it."""
         return sum(getattr(seconds, part) for *_, seconds in self.rounds)
+
+
+class Measured(NamedTuple):
+    """What came of one proposer.
+
+    Attributes:
+        lanes: the text with every gamma.
+        drafts: behind each place of it.
+        costs: of the rounds, measured apart.
+    """
+
+    lanes: dict[Any, Lane]
+    drafts: list[list[int]]
+    costs: StepCosts
 
 
 class _Recorder:
@@ -156,33 +175,54 @@ def take_turns(works: Sequence[Work], end: float = math.inf) -> None:
         work.step()
 
 
-def replay(kept: Sequence[tuple[bool, int]], most: int, gamma: int) -> list[tuple[bool, int]]:
-    """Return the rounds that `gamma` would have had where `most` had others.
+class Noted:
+    """A proposer, and its sessions, whose drafts are noted and then left out: each round is plain.
 
-    A draft is right or wrong by its place in the text, wherever the round began; so a run of right
-    ones is cut into rounds of gamma + 1 tokens, the last of which ends at the wrong one. The token
-    behind a full round was no draft: it counts as a right one if the next round begins with one.
+    Attributes:
+        drafts: of each round, what was drafted behind its root.
+    """
+
+    def __init__(self, proposer: Any) -> None:
+        self._proposer, self.drafts = proposer, list[list[int]]()
+
+    def open(self, state: DecodingState, capacity: int) -> Noted:
+        """Open the session that drafts, and stand before it."""
+        self._session = session = self._proposer.open(state, capacity)
+        self.wants_hidden = session.wants_hidden
+        self.prefill, self.commit = session.prefill, session.commit
+        self.rollback = session.rollback
+        return self
+
+    def propose(self, state: DecodingState, limits: torch.Tensor, gamma: int) -> Draft:
+        """Note the drafts of the one request."""
+        draft = fit_draft(self._session.propose(state, limits, gamma), limits, gamma)
+        self.drafts.append(draft.tokens[0, 1:].tolist())
+        return root_draft(state, limits)
+
+
+def walk(
+    drafts: Sequence[Sequence[int]], text: Sequence[int], gamma: int
+) -> list[tuple[bool, int]]:
+    """Return the rounds of a gamma: whether there were drafts, and how many of them are right.
 
     Args:
-        kept: of each round of the larger gamma, whether there were drafts and how many were kept.
-        most: that gamma.
-        gamma: at least 1, at most `most`.
+        drafts: behind each place, as many as the largest gamma; there or right by the place alone.
+        text: behind the first place; longer than `drafts`, or as long.
+        gamma: at least 1.
 
     Example:
-        >>> replay([(True, 4), (True, 1), (False, 0)], 4, 2)
-        [(True, 2), (True, 2), (True, 0), (False, 0)]
+        >>> walk([[7, 8, 0], [8, 9, 7], [], [7, 8, 9]], [7, 8, 9, 7], 2)
+        [(True, 2), (True, 1)]
+        >>> walk([[7, 8, 0], [8, 9, 7], [], [7, 8, 9]], [7, 8, 9, 7], 1)
+        [(True, 1), (False, 0), (True, 1)]
     """
-    found, run = [], 0
-    for place, (has_drafts, right) in enumerate(kept):
-        run += right
-        follows = kept[place + 1][1] if place + 1 < len(kept) else 0
-        if right == most and follows:
-            run += 1
-            continue
-        found += [(True, gamma)] * (run // (gamma + 1))
-        found.append((has_drafts, run % (gamma + 1)))
-        run = 0
-    return found
+    rounds, place = [], 0
+    while place < len(drafts):
+        pairs = zip(drafts[place][:gamma], text[place:], strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        rounds.append((bool(drafts[place]), right))
+        place += right + 1
+    return rounds
 
 
 def count(rounds: Sequence[tuple[bool, int]], gamma: int) -> tuple[list[float], float]:
@@ -197,35 +237,36 @@ def count(rounds: Sequence[tuple[bool, int]], gamma: int) -> tuple[list[float], 
     return conditional_acceptance(survived), len(kept) / len(rounds)
 
 
-def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> list[StepCosts]:
-    """Return the costs of each gamma: v of the bare forwards, o of the rounds apart, plain ones
-    first, and c of those with the same gamma or, where there are none, between its neighbours'.
+def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> StepCosts:
+    """Return the costs: v of the bare forwards, the others of the rounds apart, plain ones first.
 
-    c depends on gamma, since before the first draft of a round a proposer takes in what the last
-    one accepted. Means, since what is predicted is a sum over rounds; the first one of a lane
-    warms up.
+    c is the time of drafts over the drafts asked for, in rounds that do not follow one that
+    accepted every draft; catch_up is what drafting takes more than that in those that do. Means,
+    since what is predicted is a sum over rounds; the first round of a lane warms up.
     """
     plain, *others = (lane.rounds[1:] or lane.rounds for lane in apart)
     unit = statistics.fmean(seconds.decode for *_, seconds in plain)
     beside = statistics.fmean(seconds.decode - seconds.verify for *_, seconds in plain)
-    times = {nodes: statistics.fmean(each) + beside for nodes, each in forwards.times.items()}
-    drafting, rest = {}, []
-    for gamma, rounds in zip(APART[1:], others, strict=True):
-        asked = sum(asked for asked, *_ in rounds)  # the last one may ask for fewer
-        drafting[gamma] = gamma * sum(seconds.draft for *_, seconds in rounds) / max(asked, 1)
-        rest += [seconds.accept + seconds.state for _, depth, _, seconds in rounds if depth]
-    o = max(statistics.fmean(rest) - beside, 0.0) if rest else 0.0
-    v, between = {n: t / times[1] for n, t in times.items()}, StepCosts(drafting)
-    return [
-        StepCosts(v, c=between.verify(gamma) / gamma / unit if gamma else 0.0, o=o / unit)
-        for gamma in range(MAX_GAMMA + 1)
-    ]
+    v = {nodes: statistics.fmean(each) + beside for nodes, each in forwards.times.items()}
+    behind: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+    for (_, _, before, _), (asked, _, _, seconds) in (p for r in others for p in pairwise(r)):
+        behind[before.is_full].append((asked, seconds.draft))
+    asked, drafting = map(sum, zip((1e-9, 0.0), *behind[False], strict=True))
+    c = drafting / asked
+    more = [seconds - asked * c for asked, seconds in behind[True]]
+    rest = [s.accept + s.state for rounds in others for _, depth, _, s in rounds if depth]
+    return StepCosts(
+        {nodes: time_ / v[1] for nodes, time_ in v.items()},
+        c=c / unit,
+        o=max(statistics.fmean(rest or [beside]) - beside, 0.0) / unit,
+        catch_up=max(statistics.fmean(more or [0.0]), 0.0) / unit,
+    )
 
 
 def measure(
     target: Any, propose: Propose, prompts: Sequence[Sequence[int]], options: Any, end: float
-) -> tuple[dict[Any, Lane], list[StepCosts]]:
-    """Return what every gamma took on the second prompt, and the costs measured apart from it."""
+) -> Measured:
+    """Decode the second prompt with every gamma, and measure apart from that what it costs."""
     proposers = {gamma: propose(gamma) for gamma in range(1, MAX_GAMMA + 1)}
     proposers |= {0: None, "auto": proposers[MAX_GAMMA]}
     decoders = {
@@ -235,18 +276,22 @@ def measure(
     other, prompt = prompts
     apart = [Lane(decoders[gamma], other, options.apart) for gamma in APART]
     first = Lane(decoders["auto"], other, options.apart)
-    forwards = Forwards(target, prompt, options.forwards)
+    forwards, noted = Forwards(target, prompt, options.forwards), Noted(propose(MAX_GAMMA))
     take_turns([*apart, first])
-    lanes = {gamma: Lane(decoders[gamma], prompt, options.max_new_tokens) for gamma in GAMMAS}
-    for work in (*lanes.values(), *[forwards] * len(forwards.times)):  # each once, however late
-        work.step()
-    take_turns([*lanes.values(), forwards], end)
-    return lanes, costs_of(forwards, apart)
+    tokens = options.max_new_tokens
+    lanes = {gamma: Lane(decoders[gamma], prompt, tokens) for gamma in GAMMAS}
+    noting = Lane(Decoder(target, noted, gamma=MAX_GAMMA), prompt, tokens)
+    for work in (*lanes.values(), noting, *[forwards] * len(forwards.times)):
+        work.step()  # each once, however late
+    take_turns([*lanes.values(), noting, forwards], end)
+    return Measured(lanes, noted.drafts, costs_of(forwards, apart))
 
 
-def judge(name: str, lanes: dict[Any, Lane], costs: Sequence[StepCosts]) -> list[dict[str, Any]]:
+def judge(name: str, measured: Measured) -> list[dict[str, Any]]:
     """Return a row per gamma: what was measured and, except for "auto", predicted."""
-    kept = [(one.drafts, one.accepted) for _, _, one, _ in lanes[MAX_GAMMA].rounds]
+    lanes, drafts, costs = measured
+    text = max((lane.tokens for lane in lanes.values()), key=len)
+    drafts = drafts[: len(text)]
     speeds = {gamma: len(lane.tokens) / lane.seconds() for gamma, lane in lanes.items()}
     rows = []
     for gamma, lane in lanes.items():
@@ -254,8 +299,8 @@ def judge(name: str, lanes: dict[Any, Lane], costs: Sequence[StepCosts]) -> list
         if gamma == "auto":
             predicted = None
         elif gamma:
-            alpha, drafted = count(replay(kept, MAX_GAMMA, gamma), gamma)
-            predicted = speedups(alpha, costs[gamma], max_gamma=gamma, drafted=drafted)[gamma]
+            alpha, drafted = count(walk(drafts, text, gamma), gamma)
+            predicted = practical_speedup(alpha, gamma, costs, drafted=drafted)
         row = {
             "proposer": name,
             "gamma": gamma,
@@ -337,14 +382,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for place, name in enumerate(options.proposers, start=1):
         end = began + options.budget * place / len(options.proposers)
         with mock.patch.object(time, "perf_counter", clock):
-            lanes, costs = measure(target, propose[name], prompts, options, end)
-        record["rows"] += judge(name, lanes, costs)
-        record["inputs"][name] = {
-            "v": costs[0].v,
-            "c": {gamma: costs[gamma].c for gamma in APART[1:]},
-            "o": costs[0].o,
-            "tokens": len(lanes[0].tokens),
-        }
+            measured = measure(target, propose[name], prompts, options, end)
+        record["rows"] += judge(name, measured)
+        tokens = len(measured.lanes[0].tokens)
+        record["inputs"][name] = {**asdict(measured.costs), "tokens": tokens}
     if options.write:
         harness.write(record, "cpu")
     print(json.dumps(record))

@@ -88,6 +88,11 @@ class Judged(NamedTuple):
     accepted: int
     rejected: bool
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there were drafts, and none was rejected."""
+        return self.drafts and not self.rejected
+
     @staticmethod
     def of(parents: Sequence[int], path: Sequence[int]) -> Judged:
         """Read it from the parents of the judged nodes, -1 elsewhere, and the kept path.
@@ -107,8 +112,8 @@ class CostMeter:
     With F(n) the median forward over n nodes, R what else a plain round takes and P = F(1) + R:
     v(n) = (F(n) + R) / P, c is the median time per draft asked for over P, and o what acceptance
     and state take beyond a plain round's, over P. A round that asked for drafts and got none
-    counts as plain. Drafts behind a plain round, where a proposer may have to catch up, count as
-    `resume`.
+    counts as plain. Where a proposer may have to catch up, what drafting takes beyond that c counts
+    apart: behind a round that accepted every draft as `catch_up`, behind a plain one as `resume`.
 
     Args:
         warm_up: rounds of each depth that do not count: kernels may be compiled in them.
@@ -118,36 +123,39 @@ class CostMeter:
         >>> meter.take(0, 0, Seconds(verify=1.8, accept=0.2))
         >>> meter.take(2, 2, Seconds(draft=0.4, verify=2.8, accept=0.4))
         >>> meter.costs()
-        StepCosts(v={1: 1.0, 3: 1.5}, c=0.1, o=0.1)
+        StepCosts(v={1: 1.0, 3: 1.5}, c=0.1, o=0.1, catch_up=0.0)
     """
 
     def __init__(self, *, warm_up: int = 0) -> None:
         self._warm_up = warm_up
         self._seen: Counter[int] = Counter()
-        self._waiting: deque[tuple[int, int, Lap]] = deque()
+        self._waiting: deque[tuple[int, int, bool, Lap]] = deque()
         self._forward: dict[int, deque[float]] = {}
         self._rest, self._drafting_rest = _window(), _window()
-        self._draft, self._resumed = _window(), _window()
-        self._was_plain = False
+        self._draft, self._caught_up, self._resumed = _window(), _window(), _window()
+        self._was_full = self._was_plain = False
         self._costs: StepCosts | None = None
         self.plain_age = 0  # rounds since a plain step was measured
 
-    def add(self, gamma: int, depth: int, lap: Lap) -> None:
+    def add(self, gamma: int, depth: int, lap: Lap, *, is_full: bool = False) -> None:
         """Take in a round, as soon as the device has timed it.
 
         Args:
             gamma: drafts that were asked for.
             depth: drafts that were there, the most of any request.
             lap: its times.
+            is_full: whether a request accepted all of its drafts.
         """
-        self._waiting.append((gamma, depth, lap))
-        while self._waiting and (seconds := self._waiting[0][2].seconds()) is not None:
-            self.take(*self._waiting.popleft()[:2], seconds)
+        self._waiting.append((gamma, depth, is_full, lap))
+        while self._waiting and (seconds := self._waiting[0][3].seconds()) is not None:
+            gamma, depth, is_full, _ = self._waiting.popleft()
+            self.take(gamma, depth, seconds, is_full=is_full)
 
-    def take(self, gamma: int, depth: int, seconds: Seconds) -> None:
+    def take(self, gamma: int, depth: int, seconds: Seconds, *, is_full: bool = False) -> None:
         """Take in a round whose times are known."""
         self._seen[depth] += 1
-        is_resumed, self._was_plain = self._was_plain and gamma > 0, gamma == 0
+        behind = self._resumed if self._was_plain else self._caught_up if self._was_full else None
+        self._was_plain, self._was_full = gamma == 0, is_full
         self.plain_age += 1
         if self._seen[depth] <= self._warm_up:
             return
@@ -155,8 +163,8 @@ class CostMeter:
         self._forward.setdefault(depth, _window()).append(seconds.verify)
         if gamma == 0:
             rest += seconds.draft
-        elif is_resumed and self._draft:
-            self._resumed.append(seconds.draft - gamma * _median(self._draft))
+        elif behind is not None and self._draft:
+            behind.append(seconds.draft - gamma * _median(self._draft))
         else:
             self._draft.append(seconds.draft / gamma)
         (self._drafting_rest if depth else self._rest).append(rest)
@@ -185,9 +193,8 @@ class CostMeter:
     @property
     def resume(self) -> float:
         """What drafting costs more behind a plain round, in plain steps."""
-        if not self._resumed or not self.plain_seconds:
-            return 0.0
-        return max(_median(self._resumed), 0.0) / self.plain_seconds
+        plain = self.plain_seconds
+        return max(_median(self._resumed or [0.0]), 0.0) / plain if plain else 0.0
 
     def costs(self) -> StepCosts | None:
         """Return what was measured, None before the first plain step."""
@@ -200,6 +207,7 @@ class CostMeter:
                 {depth + 1: (_median(times) + rest) / plain for depth, times in forward},
                 c=_median(self._draft or [0.0]) / plain,
                 o=max(drafting - rest, 0.0) / plain,
+                catch_up=max(_median(self._caught_up or [0.0]), 0.0) / plain,
             )
         return self._costs
 
@@ -416,14 +424,13 @@ class Pace:
         return self._asked
 
     def end(self, draft: Draft, judged: Iterable[Judged], lap: Lap) -> None:
-        """Take in what came of it: a chain as wide as it was computed, a tree as deep as asked.
-        What was judged is only looked at if gamma is adaptive."""
-        nodes = draft.tokens.shape[1]
+        """Take in what came of it: a chain as wide as it was computed, a tree as deep as asked."""
+        nodes, judged = draft.tokens.shape[1], list(judged)
         depth = nodes - 1 if draft.parents is None else min(self._asked, nodes - 1)
         self.rounds[self._asked] += 1
-        self.meter.add(self._asked, depth, lap)
+        self.meter.add(self._asked, depth, lap, is_full=any(one.is_full for one in judged))
         if self.controller is not None:
-            self.controller.observe(self._asked, depth, list(judged))
+            self.controller.observe(self._asked, depth, judged)
 
 
 def _window() -> deque[float]:

@@ -4,17 +4,22 @@
                         = (1 - alpha^(gamma + 1)) / (1 - alpha)             one alpha
                         = 1 + sum over drafted nodes of the product of acceptances on their path
     ideal speed-up      = E / (1 + gamma * c)
-    practical speed-up  = E / (v(gamma) + gamma * c + o)
+    practical speed-up  = E / (v(gamma) + gamma * c + A * catch_up + o)
+    A                   = prod_(j <= gamma) alpha_j                         all drafts accepted
 
 A proposer that has nothing to say in some rounds, as n-gram lookup where nothing matches, leaves a
 plain step there: with drafts in a share `d` of the rounds
 
-    practical speed-up  = (1 + d * (E - 1)) / (1 + d * (v(gamma) - 1 + o) + gamma * c)
+    practical speed-up  = (1 + d * (E - 1))
+                          / (1 + d * (v(gamma) - 1 + o + A * catch_up) + gamma * c)
 
 All costs are in units of one plain decode step of the same batch and context: `c` is one draft
 step, `v(gamma)` one verification of gamma + 1 tokens per request, `o` what remains of a round
-(sampling, tensor moves, cache state) beyond what a plain step has of it. A single alpha describes
-an i.i.d. drafter only; multi-token prediction falls off with depth: one alpha per position.
+(sampling, tensor moves, cache state) beyond what a plain step has of it. `catch_up` is what drafting
+costs more behind a round whose drafts were all accepted: a draft model never saw the last of them,
+so its first step takes in two tokens, and where two cost more than one that is paid in a share A of
+the rounds. A single alpha describes an i.i.d. drafter only; multi-token prediction falls off with
+depth: one alpha per position.
 
 The roofline half (`Machine`, `Model`, `forward_seconds`) predicts v where nothing was measured:
 a forward takes the longer of its memory time and its arithmetic time.
@@ -163,6 +168,7 @@ class StepCosts:
             along their line.
         c: one draft step.
         o: what remains of a round.
+        catch_up: what drafting costs more behind a round that accepted every draft.
 
     Example:
         >>> costs = StepCosts({1: 1.0, 5: 1.2}, c=0.05, o=0.02)
@@ -173,12 +179,14 @@ class StepCosts:
     v: Mapping[int, float]
     c: float = 0.0
     o: float = 0.0
+    catch_up: float = 0.0
 
     def __post_init__(self) -> None:
         _require(len(self.v) > 0, "v must hold at least one measured width")
         wrong = next((pair for pair in self.v.items() if pair[0] < 1 or not pair[1] > 0), None)
         _require(wrong is None, f"v must map widths >= 1 to costs > 0, got {wrong}")
         _require(self.c >= 0 and self.o >= 0, f"c and o must be >= 0, got {self.c} and {self.o}")
+        _require(self.catch_up >= 0, f"catch_up must be >= 0, got {self.catch_up}")
 
     def verify(self, tokens: int) -> float:
         """Return the cost of a forward over `tokens` tokens per request."""
@@ -192,12 +200,15 @@ class StepCosts:
         slope = (self.v[high] - self.v[low]) / (high - low)
         return self.v[low] + slope * (tokens - low)
 
-    def round(self, gamma: int, tokens: int | None = None, *, drafted: float = 1.0) -> float:
+    def round(
+        self, gamma: int, tokens: int | None = None, *, drafted: float = 1.0, full: float = 0.0
+    ) -> float:
         """Return the mean cost of a round with gamma draft steps, verifying `tokens` (gamma + 1)
-        where there are drafts: in a share `drafted` of the rounds."""
+        where there are drafts: in a share `drafted` of the rounds. Of these a share `full` accepts
+        them all, which the next round pays for."""
         width = gamma + 1 if tokens is None else tokens
         plain = self.verify(1)
-        extra = self.verify(width) - plain + self.o if width > 1 else 0.0
+        extra = self.verify(width) - plain + self.o + full * self.catch_up if width > 1 else 0.0
         return plain + drafted * extra + gamma * self.c
 
 
@@ -231,10 +242,11 @@ def speedups(
         [1.0, 1.364, 1.458]
     """
     _require(0.0 <= drafted <= 1.0, f"drafted must be in [0, 1], got {drafted}")
-    tokens = accumulate(survival(alpha, max_gamma), initial=0.0)  # beyond the target's own
+    survived = survival(alpha, max_gamma)
+    tokens = accumulate(survived, initial=0.0)  # beyond the target's own
     return [
-        (1.0 + drafted * extra) / costs.round(gamma, drafted=drafted)
-        for gamma, extra in enumerate(tokens)
+        (1.0 + drafted * extra) / costs.round(gamma, drafted=drafted, full=full)
+        for gamma, (extra, full) in enumerate(zip(tokens, [0.0, *survived], strict=True))
     ]
 
 

@@ -17,7 +17,7 @@ from spec_kernels.proposers import DraftModelProposer, NgramProposer
 from spec_kernels.stats import Seconds
 from spec_kernels.targets import TableTarget
 from tests.test_decoder_law import DRAFT_2, SIGNIFICANT, TARGET_2, run
-from tests.tiny_models import gpt, plain, random_proposer
+from tests.tiny_models import FixedProposer, gpt, oracle_proposer, plain, random_proposer
 
 PLAIN = 0.1  # seconds of a plain step
 HUMP = StepCosts(  # a CPU in float32: three tokens cost more than four
@@ -175,6 +175,29 @@ def test_drafting_behind_a_plain_round_is_counted_apart() -> None:
     assert costs is not None
     assert costs.c == pytest.approx(0.1)
     assert meter.resume == pytest.approx(0.5)
+
+
+def test_drafting_behind_a_full_round_is_catching_up() -> None:
+    meter = CostMeter()
+    for gamma, draft, is_full in ((0, 0.0, False), (2, 0.2, True), (2, 0.5, False), (2, 0.2, True)):
+        meter.add(gamma, gamma, Timed(Seconds(draft=draft, verify=1.0)), is_full=is_full)
+    costs = meter.costs()
+    assert costs is not None
+    assert (costs.c, costs.catch_up) == pytest.approx((0.1, 0.3))
+
+
+def test_the_decoder_tells_full_rounds() -> None:
+    """One request of the batch is enough: the forward of all is as wide as its own."""
+    target = gpt()
+    request = Request([1, 2, 3], max_new_tokens=12)
+    (output,) = plain(target, [request])
+    right = oracle_proposer([[1, 2, 3, *output.tokens]] * 2)
+    wrong = FixedProposer(lambda row, seen, count: [0] * count)
+    half = FixedProposer(lambda row, *where: (wrong if row else right).continue_(row, *where))
+    for proposer, requests, expected in ((right, 1, True), (wrong, 1, False), (half, 2, True)):
+        one = Decoder(target, proposer, gamma=2).start([request] * requests)
+        one.step()
+        assert one.pace.meter._was_full is expected
 
 
 def test_rounds_count_when_the_device_has_timed_them() -> None:

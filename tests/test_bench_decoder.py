@@ -5,45 +5,54 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import bench_decoder
-from benchmarks.bench_decoder import GAMMAS, MAX_GAMMA, count, replay, take_turns
+from benchmarks.bench_decoder import GAMMAS, MAX_GAMMA, Lane, Noted, count, take_turns, walk
 from spec_kernels.adaptive import Judged
-from spec_kernels.proposers import NgramProposer
+from spec_kernels.decoder import Decoder, Request
+from spec_kernels.proposers import DraftModelProposer, MTPProposer, NgramProposer
 from spec_kernels.stats import Seconds
-from spec_kernels.targets import TableTarget
+from spec_kernels.targets import TableTarget, Target
+from tests.test_proposers_mtp import CHAOS, near_oracle
+from tests.tiny_models import FixedProposer, gpt, plain
 
 
-def walk(right: list[bool], gamma: int) -> list[tuple[bool, int]]:
-    """Decode a text whose drafts are right or wrong by place; the last place is wrong."""
-    rounds, root = [], 0
-    while root < len(right):
-        kept = 0
-        while kept < gamma and root + kept < len(right) - 1 and right[root + kept]:
-            kept += 1
-        rounds.append((True, kept))
-        root += kept + 1
-    return rounds
+def mostly_right(target: Target, prompt: Sequence[int], tokens: int) -> FixedProposer:
+    """Drafts right by their place, or missing behind some."""
+    (output,) = plain(target, [Request(prompt, max_new_tokens=tokens)])
+    text, rng = [*prompt, *output.tokens], random.Random(1)
+    drafts = [token if rng.random() < 0.8 else 0 for token in text]
+    is_there = [rng.random() < 0.8 for _ in text]
+    return FixedProposer(
+        lambda row, seen, count: drafts[len(seen) :][: count * is_there[len(seen)]]
+    )
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
-def test_replayed_rounds_are_those_of_the_smaller_gamma(share: float) -> None:
-    """Exactly, where no round was full: the token behind a full one was never a draft."""
-    rng = random.Random(1)
-    for _ in range(50):
-        right = [rng.random() < share for _ in range(60)] + [False]
-        most = 61
-        for gamma in (1, 2, 5, 8):
-            assert replay(walk(right, most), most, gamma) == walk(right, gamma)
-
-
-def test_a_run_goes_on_behind_a_full_round() -> None:
-    assert replay([(True, 3), (True, 1)], 3, 1) == [(True, 1), (True, 1), (True, 1)]
-    assert replay([(True, 3), (True, 0)], 3, 1) == [(True, 1), (True, 1), (True, 0)]
-    assert replay([(False, 0), (True, 0)], 3, 1) == [(False, 0), (True, 0)]
+@pytest.mark.parametrize("gamma", [1, 2, 5, 8])
+@pytest.mark.parametrize("kind", ["mtp", "draft model", "places", "ngram"])
+def test_rounds_walked_are_those_that_a_gamma_has(gamma: int, kind: str) -> None:
+    """From the drafts of every place, noted in a run that takes none."""
+    prompt, tokens = [1, 2, 3, 1, 2], 40
+    target: Any = TableTarget(CHAOS) if kind == "mtp" else gpt()
+    proposer: Any = {
+        "mtp": lambda: MTPProposer(near_oracle(CHAOS, 0.5, is_shared=True), depth=MAX_GAMMA),
+        "draft model": lambda: DraftModelProposer(gpt(seed=2)),
+        "places": lambda: mostly_right(target, prompt, tokens),
+        "ngram": NgramProposer,
+    }[kind]()
+    noted = Noted(proposer)
+    noting = Lane(Decoder(target, noted, gamma=MAX_GAMMA), prompt, tokens)
+    lane = Lane(Decoder(target, proposer, gamma=gamma), prompt, tokens)
+    take_turns([noting, lane])
+    assert noting.tokens == lane.tokens
+    assert len(noting.rounds) == len(noted.drafts) == tokens
+    found = [(one.drafts, one.accepted) for _, _, one, _ in lane.rounds]
+    assert walk(noted.drafts, lane.tokens, gamma) == found
 
 
 def test_counts_are_alphas_and_the_share_of_rounds_with_drafts() -> None:
@@ -54,25 +63,27 @@ def test_counts_are_alphas_and_the_share_of_rounds_with_drafts() -> None:
     assert count([(False, 0)], 2) == ([0.0, 0.0], 0.0)
 
 
-def test_drafting_costs_what_it_did_with_the_same_gamma() -> None:
-    """Means over rounds, in plain rounds; between two gammas along the line of their times."""
+def test_costs_are_means_and_catching_up_is_apart() -> None:
+    """In plain rounds; the first round of a lane warms up, and the next follows a full one."""
 
-    def lane(gamma: int, *rounds: Seconds) -> argparse.Namespace:
-        warm = Seconds(draft=99.0, verify=99.0)
-        judged = Judged(gamma > 0, 0, gamma > 0)
-        return argparse.Namespace(rounds=[(gamma, gamma, judged, one) for one in (warm, *rounds)])
+    def lane(gamma: int, *rounds: tuple[Seconds, int]) -> argparse.Namespace:
+        every = ((Seconds(draft=99.0, verify=99.0), gamma), *rounds)
+        return argparse.Namespace(
+            rounds=[(gamma, gamma, Judged(gamma > 0, n, n < gamma), one) for one, n in every]
+        )
 
-    apart = [lane(0, Seconds(verify=0.75, accept=0.25))]
-    for gamma, draft in ((1, 0.25), (2, 0.3), (4, 0.5), (8, 0.9)):
-        rounds = [Seconds(draft=draft + noise, verify=5.0, accept=0.5) for noise in (-0.1, 0.1)]
-        apart.append(lane(gamma, *rounds))
+    def seconds(draft: float) -> Seconds:
+        return Seconds(draft=draft, verify=5.0, accept=0.5)
+
+    apart = [lane(0, (Seconds(verify=0.75, accept=0.25), 0))]
+    for gamma in (1, 3, 8):
+        drafts = [(9.0, 0), (0.2 * gamma - 0.1, 0), (0.2 * gamma + 0.1, gamma), (0.2 * gamma, 0)]
+        drafts[3] = (0.2 * gamma + 0.4, 0)
+        apart.append(lane(gamma, *[(seconds(draft), kept) for draft, kept in drafts]))
     forwards = argparse.Namespace(times={n: [0.75, 0.75 + 0.5 * (n - 1)] for n in range(1, 10)})
     costs = bench_decoder.costs_of(forwards, apart)
-    assert [gamma * one.c for gamma, one in enumerate(costs)] == pytest.approx(
-        [0.0, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
-    )
-    assert costs[3].o == pytest.approx(0.25)
-    assert costs[3].v == pytest.approx({n: 1.0 + 0.25 * (n - 1) for n in range(1, 10)})
+    assert (costs.c, costs.catch_up, costs.o) == pytest.approx((0.2, 0.4, 0.25))
+    assert costs.v == pytest.approx({n: 1.0 + 0.25 * (n - 1) for n in range(1, 10)})
 
 
 class Counted:
@@ -100,13 +111,13 @@ def test_every_gamma_decodes_the_same_text() -> None:
     target = TableTarget(torch.eye(5).roll(1, dims=1))  # id x is followed by x + 1
     options = argparse.Namespace(apart=6, forwards=2, max_new_tokens=12)
     prompts = [[0, 1, 2, 3, 4, 0, 1], [1, 2, 3, 4, 0, 1, 2]]
-    lanes, costs = bench_decoder.measure(
+    measured = bench_decoder.measure(
         target, lambda gamma: NgramProposer(), prompts, options, math.inf
     )
-    rows = bench_decoder.judge("ngram", lanes, costs)
+    rows = bench_decoder.judge("ngram", measured)
     assert [row["gamma"] for row in rows] == list(GAMMAS)
-    assert {len(lane.tokens) for lane in lanes.values()} == {12}
-    assert all(sorted(one.v) == list(range(1, MAX_GAMMA + 2)) for one in costs)
+    assert {len(lane.tokens) for lane in measured.lanes.values()} == {12}
+    assert sorted(measured.costs.v) == list(range(1, MAX_GAMMA + 2))
     assert rows[0]["measured"] == rows[0]["predicted"] == 1.0
     assert [row["tokens_per_round"] for row in rows[:5]] == [1.0, 2.0, 3.0, 4.0, 4.0]
 
@@ -116,5 +127,5 @@ def test_without_time_every_gamma_still_has_a_row() -> None:
     options = argparse.Namespace(apart=6, forwards=2, max_new_tokens=12)
     prompts = [[0, 1, 2, 3, 4, 0, 1], [1, 2, 3, 4, 0, 1, 2]]
     measured = bench_decoder.measure(target, lambda gamma: NgramProposer(), prompts, options, 0.0)
-    rows = bench_decoder.judge("ngram", *measured)
+    rows = bench_decoder.judge("ngram", measured)
     assert [row["tokens_per_round"] for row in rows[:3]] == [1.0, 2.0, 3.0]

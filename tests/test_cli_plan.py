@@ -25,7 +25,7 @@ NUMBERS = ("--alpha", "0.9,0.8,0.7", "--v", "1:1,5:1.4", "--c", "0.05", "--o", "
 MEASURED = {
     "alpha": [0.8, 0.5],
     "drafted": 0.6,
-    "costs": {"v": {"1": 1.0, "3": 1.5}, "c": 0.1, "o": 0.05},
+    "costs": {"v": {"1": 1.0, "3": 1.5}, "c": 0.1, "o": 0.05, "catch_up": 0.3},
     "matrix": {"tried": [[10, 10], [8]], "accepted": [[6, 2], [4]]},
 }
 
@@ -73,7 +73,7 @@ def test_widths_may_be_given_in_turn() -> None:
 
 def test_a_measured_run_is_a_source(profile: Path) -> None:
     found = record("--profile", profile, "--gamma-max", 2)
-    costs = StepCosts({1: 1.0, 3: 1.5}, c=0.1, o=0.05)
+    costs = StepCosts({1: 1.0, 3: 1.5}, c=0.1, o=0.05, catch_up=0.3)
     expected = [practical_speedup([0.8, 0.5], g, costs, drafted=0.6) for g in range(3)]
     assert [row["practical"] for row in found["rows"]] == pytest.approx(expected)
     assert found["best_tree"]["tokens"] == pytest.approx(1.6)

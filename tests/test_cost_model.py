@@ -95,6 +95,24 @@ def test_plain_decoding_pays_no_overhead() -> None:
     assert practical_speedup(0.5, 4, costs) == pytest.approx(expected_tokens(0.5, 4) / 1.9)
 
 
+def test_catching_up_is_paid_behind_full_rounds() -> None:
+    """Against rounds one after the other: the first draft step costs more behind a full round."""
+    alphas, gamma, rng = [0.9, 0.8, 0.7], 3, random.Random(3)
+    costs = StepCosts({1: 1.0, 4: 1.6}, c=0.3, o=0.02, catch_up=0.5)
+    for drafted in (1.0, 0.6):
+        tokens, time, was_full = 0, 0.0, False
+        for _ in range(100_000):
+            time += gamma * costs.c + 0.5 * was_full
+            is_drafted, kept = rng.random() < drafted, 0
+            while is_drafted and kept < gamma and rng.random() < alphas[kept]:
+                kept += 1
+            time += 1.62 if is_drafted else 1.0
+            tokens, was_full = tokens + kept + 1, kept == gamma
+        found = practical_speedup(alphas, gamma, costs, drafted=drafted)
+        assert found == pytest.approx(tokens / time, rel=0.005)
+    assert practical_speedup(0.9, 0, costs) == 1.0
+
+
 def test_best_gamma_passes_over_a_hump_of_the_cost() -> None:
     gamma, gain = best_gamma(0.85, StepCosts(CPU_V), max_gamma=12)
     assert gain == max(practical_speedup(0.85, n, StepCosts(CPU_V)) for n in range(13))

@@ -36,7 +36,7 @@ class Profile:
     Attributes:
         alpha: acceptance of each position, given that those before were accepted.
         drafted: share of the rounds that had drafts, of those that asked for some.
-        costs: v, c and o; None if no plain step was measured.
+        costs: v, c, o and catch_up; None if no plain step was measured.
         matrix: acceptance by depth and rank, for trees.
     """
 
@@ -76,7 +76,8 @@ class Profile:
                 )
             v = {int(width): float(cost) for width, cost in costs["v"].items()}
             alpha = [float(one) for one in values["alpha"]]
-            found = StepCosts(v, c=float(costs["c"]), o=float(costs["o"]))
+            catch_up = float(costs.get("catch_up", 0.0))  # records of old have none
+            found = StepCosts(v, c=float(costs["c"]), o=float(costs["o"]), catch_up=catch_up)
             matrix = AcceptanceMatrix(**values["matrix"])
             return Profile(alpha, float(values["drafted"]), found, matrix)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -307,7 +308,7 @@ def plan(
             raise ValueError("no costs: pass --v, --profile, or --parameters with a machine")
         else:
             widths = known.v if v is None else parse_widths(v)
-            base.costs = StepCosts(widths, c=draft_cost, o=overhead)
+            base.costs = StepCosts(widths, c=draft_cost, o=overhead, catch_up=known.catch_up)
         made = Plan(base, gamma_max, crossover, tree_nodes)
         if plot is not None:
             draw(made, plot)
