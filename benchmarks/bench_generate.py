@@ -15,15 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 from benchmarks import harness
 from spec_kernels.comparison import first_difference
@@ -118,24 +115,6 @@ def summarise(records: list[dict[str, Any]], kind: str) -> dict[str, float]:
     }
 
 
-def describe() -> dict[str, Any]:
-    """Return the machine, the versions and the commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    capabilities = torch.cpu.get_capabilities()
-    return {
-        "device": capabilities.get("cpu_name") or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "native_bfloat16": smollm2.fast_dtype() is torch.bfloat16,
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,8 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--clock", choices=harness.CLOCKS, default="wall")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    header = describe()
-    print("  ".join(f"{key} {value}" for key, value in header.items()))
+    head = harness.header(
+        command="python -m benchmarks.bench_generate " + " ".join(arguments or sys.argv[1:]),
+        metric=f"tokens per {options.clock} second",
+        native_bfloat16=smollm2.fast_dtype() is torch.bfloat16,
+        fast_linear=options.fast_linear,
+        load=round(os.getloadavg()[0], 1),
+    )
+    print("  ".join(f"{key} {value}" for key, value in head.items()))
     ratios = ("speedup", "hf_speedup", "against_hf_lookup", "against_hf_plain")
     print(
         f"{'tokens/s (' + options.clock + ')':18}"
@@ -176,9 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "temperature": 0.0,
         "sampling": "greedy",
         "context": "the prompts' own, from position 0",
-        "command": "python -m benchmarks.bench_generate " + " ".join(arguments or sys.argv[1:]),
-        "metric": f"tokens per {options.clock} second",
-        **header,
+        **head,
         "results": results,
     }
     print(json.dumps(record))
