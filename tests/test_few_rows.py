@@ -66,10 +66,11 @@ def test_bfloat16_is_rounded_as_torch_rounds(rows: int) -> None:
     assert torch.equal(layer(x), expected)
 
 
-def test_rows_do_not_depend_on_their_number() -> None:
-    layer = make_layer(33, 61, torch.float32, bias=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> None:
+    layer = make_layer(33, 61, dtype, bias=True)
     speed_up_linear_(layer)
-    x = torch.randn(48, 61)
+    x = torch.randn(48, 61).to(dtype)
     together = layer(x)
     for rows in range(1, 48):
         assert torch.equal(layer(x[:rows]), together[:rows])

@@ -3,6 +3,9 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 typedef float Lanes __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(32)));
@@ -33,48 +36,82 @@ static inline void store(float value, uint16_t* to) {
   *to = (word + 0x7fff + (word >> 16 & 1)) >> 16;
 }
 
-// One output of `rows` rows; x is [rows, inputs], y is [rows, outputs] from the output's column on.
-template <int rows, typename Number>
-static void column(const Number* weight, const float* x, Number* y, int64_t outputs,
-                   int64_t inputs) {
-  Lanes sums[rows] = {};
+// In one rounding where there is such an instruction; the compiler is told not to choose by itself.
+static inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
+#ifdef __FMA__
+  return _mm256_fmadd_ps(a, b, sum);
+#else
+  return sum + a * b;
+#endif
+}
+
+static inline float total(Lanes x) {
+  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+// Some outputs of `rows` rows; x is [rows, inputs], y is [rows, outputs] from the first of them on.
+// On the way it asks for weights that are used later, a part of a line (`step`) at a time.
+template <int rows, int columns, typename Number>
+static void tile(const Number* weight, const float* x, Number* y, int64_t outputs, int64_t inputs,
+                 const Number* next, int64_t step) {
+  Lanes sums[columns][rows] = {};
   int64_t whole = inputs / 8 * 8;
   for (int64_t i = 0; i < whole; i += 8) {
-    Lanes weights = load(weight + i);
-    for (int row = 0; row < rows; ++row) sums[row] += weights * load(x + row * inputs + i);
+    __builtin_prefetch(next);
+    next += step;
+    Lanes weights[columns];
+    for (int column = 0; column < columns; ++column)
+      weights[column] = load(weight + column * inputs + i);
+    for (int row = 0; row < rows; ++row) {
+      Lanes numbers = load(x + row * inputs + i);
+      for (int column = 0; column < columns; ++column)
+        sums[column][row] = multiply_add(weights[column], numbers, sums[column][row]);
+    }
   }
-  for (int row = 0; row < rows; ++row) {
-    float sum = 0;
-    for (int lane = 0; lane < 8; ++lane) sum += sums[row][lane];
-    for (int64_t i = whole; i < inputs; ++i) sum += widen(weight[i]) * x[row * inputs + i];
-    store(sum, y + row * outputs);
-  }
+  for (int column = 0; column < columns; ++column)
+    for (int row = 0; row < rows; ++row) {
+      float sum = total(sums[column][row]);
+      for (int64_t i = whole; i < inputs; ++i)
+        sum += widen(weight[column * inputs + i]) * x[row * inputs + i];
+      store(sum, y + row * outputs + column);
+    }
 }
 
-// Rows in parts that leave the sums in registers; for the second part on, weights are in the cache.
-constexpr int most = 12;
+// What a tile adds up fits into the registers. For more rows, all tiles but the first find weights in
+// the cache; together they ask for those of the tile after next, in the order of the memory.
+constexpr int most_rows = 7, most_columns = 2;
 
-template <int rows, typename Number>
-static void columns(int wanted, const Number* weight, const float* x, Number* y, int64_t outputs,
-                    int64_t inputs) {
+template <int rows, int columns, typename Number>
+static void tile_of(int wanted, const Number* weight, const float* x, Number* y, int64_t outputs,
+                    int64_t inputs, const Number* next, int64_t step) {
   if constexpr (rows > 1)
-    if (wanted < rows) return columns<rows - 1>(wanted, weight, x, y, outputs, inputs);
-  column<rows>(weight, x, y, outputs, inputs);
+    if (wanted < rows)
+      return tile_of<rows - 1, columns>(wanted, weight, x, y, outputs, inputs, next, step);
+  tile<rows, columns>(weight, x, y, outputs, inputs, next, step);
 }
+
+struct alignas(64) Line {
+  float numbers[16];
+};
 
 template <typename Number>
 static void multiply(const Number* weight, const Number* x, Number* y, int64_t outputs,
                      int64_t inputs, int64_t rows, int threads) {
-  static thread_local std::vector<float> wide;
-  wide.resize(rows * inputs);
+  static thread_local std::vector<Line> lines;
+  lines.resize(rows * inputs / 16 + 1);
+  float* wide = lines.data()->numbers;
   for (int64_t i = 0; i < rows * inputs; ++i) wide[i] = widen(x[i]);
-  const float* from = wide.data();
-  int64_t parts = (rows + most - 1) / most, size = (rows + parts - 1) / parts;
+  int64_t parts = (rows + most_rows - 1) / most_rows, size = (rows + parts - 1) / parts;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t output = 0; output < outputs; ++output)
-    for (int64_t row = 0; row < rows; row += size)
-      columns<most>(rows - row < size ? rows - row : size, weight + output * inputs,
-                    from + row * inputs, y + row * outputs + output, outputs, inputs);
+  for (int64_t output = 0; output < outputs; output += most_columns)
+    for (int64_t part = 0; part < parts; ++part) {
+      int64_t row = part * size, step = (8 * most_columns + parts - 1) / parts;
+      auto call = output + 1 < outputs ? tile_of<most_rows, most_columns, Number>
+                                       : tile_of<most_rows, 1, Number>;
+      call(rows - row < size ? rows - row : size, weight + output * inputs, wide + row * inputs,
+           y + row * outputs + output, outputs, inputs,
+           weight + (output + 2 * most_columns) * inputs + inputs / 8 * part * step, step);
+    }
 }
 
 extern "C" {

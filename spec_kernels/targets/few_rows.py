@@ -4,8 +4,8 @@ Verifying gamma drafts multiplies every weight matrix by gamma + 1 rows. That sh
 reading the matrix costs, but torch's products on a CPU are made for one row, or for many: between
 them every row is paid for, in bfloat16 without the instructions in full. `speed_up_linear_` puts
 the loop of `few_rows.cpp` in their place; torch's own compiler front end builds it on first use.
-It rounds otherwise than the products that it replaces, in float32 the same way for any number of
-rows up to `MAX_ROWS`; a verifier is exact for the logits that it is given.
+It rounds otherwise than the products that it replaces, and the same way for any number of rows up
+to `MAX_ROWS`; a verifier is exact for the logits that it is given.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ _NAMES: Final = {torch.float32: "multiply_float32", torch.bfloat16: "multiply_bf
 class FewRowsLinear(nn.Linear):
     """A linear layer that is fast for few rows; what `speed_up_linear_` turns layers into.
 
-    Up to `MAX_ROWS` rows (requests x nodes) run the native loop, but for one row of bfloat16, where
-    torch is as good. More run torch's product in float32, block by block. Calls that record
-    gradients, and tensors of other dtypes or devices, run `nn.Linear`.
+    Up to `MAX_ROWS` rows (requests x nodes) run the native loop. More run torch's product in
+    float32, block by block. Calls that record gradients, and tensors of other dtypes or devices,
+    run `nn.Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Linear gave it
         """Return input @ weight.T + bias, `[..., outputs]`."""
         weight, outputs, inputs = self.weight, self.out_features, self.in_features
         rows = input.numel() // max(inputs, 1)
-        enough = 2 if weight.dtype is torch.bfloat16 else 1
         if (
             torch.is_grad_enabled()
             or not _is_eligible(weight)
             or input.dtype is not weight.dtype
             or input.device != weight.device
             or input.shape[-1] != inputs
-            or rows < enough
+            or rows == 0
         ):
             return F.linear(input, weight, self.bias)
         if rows > MAX_ROWS:
