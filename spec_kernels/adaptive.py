@@ -9,20 +9,19 @@ Before each round `GammaController.choose`
 4. asks the purse for what the round would lose against plain decoding, were nothing accepted.
    Gains fill the purse, losses empty it, and every token adds `SHARE` of a plain step, once the
    `ADVANCE` that it holds at first is earned; it may be overdrawn by `OVERDRAFT`, but not for
-   probes. So, at the costs as they were measured, no text is slower than plain decoding by more
-   than 2 % of its length, or 1.5 plain steps if that is more, and 1 plain step: from 100 tokens
-   on by no more than 3 %, whatever is accepted;
+   probes. So, at the costs as measured, a text loses at most 1.25 % against plain decoding, or
+   1.25 plain steps if that is more, and 0.75 plain steps: no more than 2 % from 100 tokens on;
 5. if plain decoding is predicted to be fastest, spends the purse on probes: rounds with drafts, to
-   notice a text that begins to repeat. One that pays fills the purse for the next ones.
+   notice a text that begins to repeat. One that pays fills the purse for the next ones. Until
+   the purse can pay for one, rounds are plain and nothing is predicted.
 
 The first round with drafts of a decoder is an exception: what it costs is not known before.
 
 Exactness: gamma is chosen before anything of the round is drafted, from rounds that are over and
 from the clock. The coins of a round are keyed by the position of its root, which no earlier round
-had, so they know nothing of the choice; and given all earlier tokens, a round of any fixed gamma
-emits tokens of the target's law. So does one whose gamma depends on the past. Greedy and coupled
-output does not depend on gamma at all. Sampled *text* does, and with measured costs gamma depends
-on the clock: a seed then no longer names one text. With given costs it does.
+had, so they know nothing of the choice; and given all earlier tokens, a round of any gamma emits
+tokens of the target's law. Greedy and coupled output does not depend on gamma at all. Sampled
+*text* does: with measured costs that of a seed depends on the clock, with given ones it does not.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from __future__ import annotations
 import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from math import inf
 from typing import Final, NamedTuple
 
 import torch
@@ -42,19 +43,19 @@ from spec_kernels.types import Draft
 MARGIN: Final = 0.02
 """Hysteresis: another gamma must be predicted to be faster by this share."""
 
-SHARE: Final = 0.02
+SHARE: Final = 0.0125
 """Share of a plain step that every token adds to the purse, once the advance is earned."""
 
-ADVANCE: Final = 1.5
-"""What the purse holds at first, in plain steps: an advance on the first 75 tokens."""
+ADVANCE: Final = 1.25
+"""What the purse holds at first, in plain steps: an advance on the first 100 tokens."""
 
 MEMORY: Final = 0.95
-"""Weight that a round keeps in the acceptance with every later one with drafts: 20 rounds count.
-With fewer the estimate wanders, and gamma with it; with more a change of text is noticed late."""
+"""Weight that a round keeps in the acceptance with every later one with drafts. With fewer than
+its 20 rounds the estimate wanders; with more a change of text is noticed late."""
 
 PRIOR: Final = 0.8
-"""Acceptance of the first draft before anything was seen. Hopeful, since the purse bounds what a
-drafter that fails can cost, and nothing bounds what small gammas miss on one that does not."""
+"""Acceptance of the first draft before anything was seen: hopeful, since the purse bounds what
+failing costs, and nothing what small gammas miss."""
 
 WEIGHT: Final = 2.0
 """Drafts that this prior counts as."""
@@ -65,7 +66,7 @@ RECENT: Final = 15
 REFRESH: Final = 100
 """Rounds after which a plain step is measured again."""
 
-OVERDRAFT: Final = 1.0
+OVERDRAFT: Final = 0.75
 """What rounds that are predicted to pay may overdraw the purse by, in plain steps."""
 
 SPARE: Final = 6.0
@@ -90,7 +91,7 @@ class Judged(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether there were drafts, and none was rejected."""
+        """Whether there were drafts, and all were kept."""
         return self.drafts and not self.rejected
 
     @staticmethod
@@ -193,8 +194,7 @@ class CostMeter:
     @property
     def resume(self) -> float:
         """What drafting costs more behind a plain round, in plain steps."""
-        plain = self.plain_seconds
-        return max(_median(self._resumed or [0.0]), 0.0) / plain if plain else 0.0
+        return max(_median(self._resumed or [0.0]), 0.0) / (self.plain_seconds or inf)
 
     def costs(self) -> StepCosts | None:
         """Return what was measured, None before the first plain step."""
@@ -261,7 +261,7 @@ class Acceptance:
 
 
 class GammaController:
-    """Chooses gamma round by round; see the module for how, and why the output stays exact.
+    """Chooses gamma round by round; the module says how, and why the output stays exact.
 
     Args:
         max_gamma: largest gamma chosen.
@@ -286,11 +286,15 @@ class GammaController:
         self._source = costs
         self._seen = Acceptance(max_gamma)
         self._gamma = 0  # the settled choice, probes left out
-        self._was_plain = True
+        self._was_plain, self._was_full = True, False
         self._purse, self._earned = ADVANCE, 0.0
+        self._idle = 0  # plain rounds to come, before which no choice can change
 
     def choose(self) -> int:
         """Return gamma for the next round."""
+        if self._idle > 0:
+            self._idle -= 1
+            return 0
         costs, reach = self._costs(), self._reach()
         if costs is None or (self._meter is not None and self._meter.plain_age >= REFRESH):
             return 0
@@ -300,10 +304,13 @@ class GammaController:
         best = max(range(reach + 1), key=gains.__getitem__)
         if self._gamma > reach or gains[best] > (1.0 + MARGIN) * gains[self._gamma]:
             self._gamma = best
-        loss = self._loss(self._gamma, self._gamma, costs)
-        if self._gamma and loss <= self._purse + OVERDRAFT:
+        lacks = {g: self._loss(g, g, costs) - self._purse for g in range(1, reach + 1)}
+        if self._gamma and lacks[self._gamma] <= OVERDRAFT:
             return self._gamma
-        funded = [g for g in range(1, reach + 1) if self._loss(g, g, costs) <= self._purse]
+        funded = [gamma for gamma, lack in lacks.items() if lack <= 0.0]
+        if not funded:
+            wait = min(*lacks.values(), lacks.get(self._gamma, inf) - OVERDRAFT) / SHARE
+            self._idle = min(int(wait), RECENT)  # then the costs have changed too
         return max(funded, key=gains.__getitem__, default=0)
 
     def observe(self, gamma: int, depth: int, judged: Sequence[Judged]) -> None:
@@ -318,29 +325,29 @@ class GammaController:
         self._earned += tokens
         if self._earned > ADVANCE / SHARE:
             self._purse += SHARE * tokens
-        costs = self._costs()
-        if gamma == 0 or costs is None:
-            self._was_plain = True
+        costs = None if gamma == 0 else self._costs()
+        if costs is None:
+            self._was_plain, self._was_full = True, False
             return
         self._seen.add(judged)
         self._purse += tokens - 1.0 - self._loss(gamma, depth, costs)
         most = self._loss(self.max_gamma, self.max_gamma, costs) + SPARE
-        self._purse, self._was_plain = min(self._purse, most), False
+        self._purse, self._idle = min(self._purse, most), 0
+        self._was_plain, self._was_full = False, any(one.is_full for one in judged)
 
     @property
     def _meter(self) -> CostMeter | None:
         return self._source if isinstance(self._source, CostMeter) else None
 
     def _costs(self) -> StepCosts | None:
-        """Return the costs; a forward wider than any measured one is taken to cost no more, so
-        that it is tried."""
+        """Return the costs; a forward wider than measured ones is taken to cost no more: tried."""
         if isinstance(self._source, StepCosts):
             return self._source
         costs, deepest = self._source.costs(), self._source.deepest
         if costs is None or deepest >= self.max_gamma:
             return costs
         flat = {self.max_gamma + 1: costs.v[deepest + 1]}
-        return StepCosts({**costs.v, **flat}, c=costs.c, o=costs.o)
+        return replace(costs, v={**costs.v, **flat})
 
     def _reach(self) -> int:
         """Return the largest gamma that may be tried."""
@@ -349,8 +356,8 @@ class GammaController:
         return min(self.max_gamma, max(FIRST, 2 * self._meter.deepest))
 
     def _loss(self, gamma: int, depth: int, costs: StepCosts) -> float:
-        """Return what a round loses against plain decoding if nothing is accepted, in plain steps.
-        Where no forward was measured, as if its drafts cost what they cost before, or one step."""
+        """Return what a round loses if nothing is accepted, in plain steps; where no forward was
+        measured, as if drafts cost what they cost before, or one step."""
         meter = self._meter
         deepest = depth if meter is None else meter.deepest
         if depth <= deepest:
@@ -359,8 +366,10 @@ class GammaController:
             extra = (costs.verify(deepest + 1) - costs.verify(1)) * depth / deepest
         else:
             extra = 1.0
-        resume = meter.resume if meter is not None and self._was_plain else 0.0
-        return max(extra, 0.0) + gamma * costs.c + (costs.o if depth else 0.0) + resume
+        behind = costs.catch_up if self._was_full else 0.0
+        if self._was_plain and meter is not None:
+            behind = meter.resume
+        return max(extra, 0.0) + gamma * costs.c + (costs.o if depth else 0.0) + behind
 
 
 class GammaPolicy:
@@ -424,7 +433,7 @@ class Pace:
         return self._asked
 
     def end(self, draft: Draft, judged: Iterable[Judged], lap: Lap) -> None:
-        """Take in what came of it: a chain as wide as it was computed, a tree as deep as asked."""
+        """Take in what came of it: a chain as wide as computed, a tree as deep as asked."""
         nodes, judged = draft.tokens.shape[1], list(judged)
         depth = nodes - 1 if draft.parents is None else min(self._asked, nodes - 1)
         self.rounds[self._asked] += 1

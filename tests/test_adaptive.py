@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from spec_kernels import adaptive
 from spec_kernels.adaptive import Acceptance, CostMeter, GammaController, Judged
-from spec_kernels.cost_model import StepCosts
+from spec_kernels.cost_model import StepCosts, speedups
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.proposers import DraftModelProposer, NgramProposer
 from spec_kernels.stats import Seconds
@@ -96,24 +97,49 @@ def speed(costs: StepCosts, alpha: Share, tokens: int, gamma: int | None, **more
 @pytest.mark.parametrize("costs", [HUMP, FLAT, STEEP, DRAFT_MODEL])
 @pytest.mark.parametrize("match", [1.0, 0.3])
 def test_nothing_accepted_costs_at_most_3_percent(costs: StepCosts, match: float) -> None:
-    """On a decoder's first text too, whose costs are unknown."""
-    for tokens in (120, 300):
+    """On a decoder's first text too, whose costs are unknown. What is left of the 3 % is for what
+    a decoder that might draft does in plain rounds."""
+    for tokens in (100, 300):
         plain_seconds = spend(costs, always(0.0), tokens, 0)
         for seed in range(2):
             seconds = spend(costs, always(0.0), tokens, CostMeter(), seed=seed, match=match)
-            assert seconds <= 1.03 * plain_seconds
+            assert seconds <= 1.025 * plain_seconds
+
+
+def test_plain_rounds_that_must_follow_predict_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def count(*arguments: Any, **options: Any) -> list[float]:
+        asked.append(1)
+        return speedups(*arguments, **options)
+
+    monkeypatch.setattr(adaptive, "speedups", count)
+    spend(HUMP, always(0.0), 300, CostMeter())
+    assert len(asked) < 40
+
+
+def test_a_probe_pays_for_catching_up() -> None:
+    """Behind a full round it costs more, were nothing accepted."""
+    costs = StepCosts({1: 1.0, 2: 1.2}, catch_up=0.4)
+    controller = GammaController(1, costs)
+    left = []
+    for accepted in (0, 1, 0):
+        before = controller._purse
+        controller.observe(1, 1, [Judged(True, accepted, not accepted)])
+        left.append(controller._purse - before - accepted)
+    assert left == pytest.approx([-0.2, -0.2, -0.6])
 
 
 def test_nothing_accepted_ends_in_plain_decoding() -> None:
     meter, gammas = CostMeter(), Counter[int]()
     controller = GammaController(8, meter)
-    for _ in range(300):
+    for _ in range(480):
         gamma = controller.choose()
         gammas[gamma] += 1
         verify = HUMP.verify(gamma + 1) * PLAIN
         meter.add(gamma, gamma, Timed(Seconds(verify=verify)))
         controller.observe(gamma, gamma, [Judged(gamma > 0, 0, gamma > 0)])
-    assert gammas[0] > 280
+    assert gammas[0] > 460
     assert gammas.total() - gammas[0] >= 5  # it goes on looking
 
 
