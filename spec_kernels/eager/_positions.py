@@ -142,22 +142,23 @@ def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Tensor:
     nodes, rows, most = place.nodes, place.width * place.group, 4 * AT_ONCE
     if nodes * rows <= most:
         if words is None:
-            return remembered_bias(place, (), 0, dtype)
-        known = words.flatten().tolist()
-        first = known[: nodes * words.shape[1]]
-        if known == first * (len(words) // nodes):
-            return remembered_bias(place, tuple(first), nodes, dtype)
+            return remembered_bias(place, b"", 0, dtype)
+        known, requests = words.numpy().tobytes(), len(words) // nodes
+        first = known[: len(known) // requests] if requests > 1 else known
+        if known == first * requests:
+            return remembered_bias(place, first, nodes, dtype)
         if len(words) * rows <= most:
-            return remembered_bias(place, tuple(known), len(words), dtype)
+            return remembered_bias(place, known, len(words), dtype)
     return by_rows(make_bias(place, words, dtype), place.group)
 
 
 @lru_cache(maxsize=16)
-def remembered_bias(
-    place: Place, words: tuple[int, ...], tokens: int, dtype: torch.dtype
-) -> Tensor:
-    """Make a small bias: at most 16 * 4 * `AT_ONCE` floats are kept, 16 MiB."""
-    table = torch.tensor(words, dtype=torch.int32).view(tokens, -1) if tokens else None
+def remembered_bias(place: Place, words: bytes, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Make a small bias of the bytes of ancestor words: at most 16 * 4 * `AT_ONCE` floats are kept,
+    16 MiB."""
+    table = None
+    if tokens:
+        table = torch.frombuffer(bytearray(words), dtype=torch.int32).view(tokens, -1)
     return by_rows(make_bias(place, table, dtype), place.group)
 
 
