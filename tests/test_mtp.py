@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,16 @@ from spec_kernels.nn.mtp import (
     load_mtp,
     save_mtp,
 )
+from spec_kernels.targets import speed_up_linear_
+from spec_kernels.targets.few_rows import FewRowsLinear
 
 SIZE, VOCAB = 16, 23
 SEQUENTIAL = MTPConfig(
     "sequential", SIZE, 3, heads=4, kv_heads=2, head_dim=6, intermediate_size=20, rope_theta=100.0
 )
+
+
+PARALLEL = MTPConfig("parallel", SIZE, 2)
 
 
 def matrices() -> tuple[Tensor, Tensor]:
@@ -119,7 +125,7 @@ def test_a_sequential_state_sees_no_later_token() -> None:
 @torch.no_grad()
 def test_parallel_heads_equal_their_formula() -> None:
     _, unembedding = matrices()
-    heads = ParallelHeads(MTPConfig("parallel", SIZE, 2), unembedding)
+    heads = ParallelHeads(PARALLEL, unembedding)
     z = torch.randn(5, SIZE)
     states = heads(z)
     for depth in (1, 2):
@@ -140,6 +146,25 @@ def test_untied_heads_use_their_own_matrix() -> None:
     torch.testing.assert_close(heads.logits(state, 2), 2.0 * logits)
 
 
+@torch.no_grad()
+def test_the_shared_matrix_is_one_tensor_in_a_layer_that_speeds_up() -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("the fast product needs a C++ compiler")
+    embedding, unembedding = matrices()
+    for mtp in (
+        SequentialMTP(SEQUENTIAL, embedding, unembedding),
+        ParallelHeads(PARALLEL, unembedding),
+    ):
+        assert mtp.unembedding.data_ptr() == unembedding.data_ptr()
+        assert all(weight.data_ptr() != unembedding.data_ptr() for weight in mtp.parameters())
+        state = torch.randn(3, SIZE)
+        logits = mtp.logits(state, 1)
+        speed_up_linear_(mtp)
+        assert isinstance(mtp.unembed, FewRowsLinear)
+        assert mtp.unembedding.data_ptr() == unembedding.data_ptr()
+        torch.testing.assert_close(mtp.logits(state, 1), logits)
+
+
 @pytest.mark.parametrize("kind", ["parallel", "untied", "sequential"])
 @torch.no_grad()
 def test_saved_modules_load_equal(kind: str, tmp_path: Path) -> None:
@@ -158,8 +183,7 @@ def test_saved_modules_load_equal(kind: str, tmp_path: Path) -> None:
     assert loaded.draft_vocab == 4
     assert torch.equal(loaded.draft_to_target, ids)
     names = loaded.state_dict()
-    assert "embedding" not in names
-    assert "unembedding" not in names
+    assert names.keys().isdisjoint({"embedding", "unembedding", "unembed.weight"})
 
 
 def test_unreadable_modules_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ class _Shared(nn.Module):
     """What both kinds have: the config, the target's matrices, the draft vocabulary."""
 
     embedding: Tensor | None
-    unembedding: Tensor
     draft_to_target: Tensor | None
 
     def __init__(
@@ -52,13 +51,27 @@ class _Shared(nn.Module):
         self.target_vocab = unembedding.shape[0]
         self.register_buffer("embedding", embedding, persistent=False)
         rows = unembedding if draft_to_target is None else unembedding[draft_to_target]
-        self.register_buffer("unembedding", rows.detach(), persistent=False)
+        self.unembed = _frozen_linear(rows.detach())
         self.register_buffer("draft_to_target", draft_to_target)
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The target's output matrix, `[draft_vocab, hidden_size]`."""
+        return self.unembed.weight
 
     @property
     def draft_vocab(self) -> int:
         """Columns of the draft logits."""
-        return self.unembedding.shape[0]
+        return self.unembed.out_features
+
+
+def _frozen_linear(weight: Tensor) -> nn.Linear:
+    """Return a layer over a weight that is neither trained nor saved, nor copied."""
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    del layer.weight
+    layer.register_buffer("weight", weight, persistent=False)
+    return layer
 
 
 class ParallelHeads(_Shared):
@@ -117,14 +130,9 @@ class ParallelHeads(_Shared):
 
         With `columns [n] int64` only those, `[..., n]`: training compares a part of them.
         """
-        output = self.unembedding
-        if not self.config.is_tied:
-            own = self.outputs[depth - 1]
-            assert isinstance(own, nn.Linear)
-            output = own.weight
-        return F.linear(
-            self.norms[depth - 1](state), output if columns is None else output[columns]
-        )
+        output = self.unembed if self.config.is_tied else self.outputs[depth - 1]
+        assert isinstance(output, nn.Linear)
+        return _multiply(output, self.norms[depth - 1](state), columns)
 
 
 class MTPModule(nn.Module):
@@ -249,8 +257,13 @@ class SequentialMTP(_Shared):
 
         With `columns [n] int64` only those, `[..., n]`: training compares a part of them.
         """
-        output = self.unembedding if columns is None else self.unembedding[columns]
-        return F.linear(self.module(depth).norm(state), output)
+        return _multiply(self.unembed, self.module(depth).norm(state), columns)
+
+
+def _multiply(output: nn.Linear, state: Tensor, columns: Tensor | None) -> Tensor:
+    """Apply an output layer, or those columns of it."""
+    out: Tensor = output(state) if columns is None else F.linear(state, output.weight[columns])
+    return out
 
 
 MTP = ParallelHeads | SequentialMTP
