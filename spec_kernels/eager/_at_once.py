@@ -9,7 +9,8 @@ each kind of them costs tens of microseconds: so all views are made by one kind,
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ PACKED: Final = 1 << 16
 ALIKE: Final = 8
 """Most requests of one call of torch's fused attention."""
 
-GATHERED: Final = 1 << 20
-"""Most floats of keys and values together that are gathered: 4 MiB, which a shared cache holds."""
+GATHERED: Final = 1 << 23
+"""Most bytes of keys and values that are put together in one go: a shared cache holds 8 MiB."""
 
 FUSED: Final[Any] = torch._scaled_dot_product_flash_attention_for_cpu
 """Torch's fused attention. The same of `torch.ops` costs 25 to 75 us more a call."""
@@ -79,6 +80,66 @@ def first_positions(rows: Tensor, end: int) -> Tensor:
     return rows.as_strided((requests, heads, end, dim), (request, head, position, column))
 
 
+class Plan(NamedTuple):
+    """How requests of equal size are attended in one call.
+
+    Attributes:
+        place: of the one piece.
+        rows: heads that the queries are turned to: those of the cache, or their own.
+        blocks: of a request.
+        bias: of chains; None for trees, and where nothing is hidden.
+    """
+
+    place: Place
+    rows: int
+    blocks: int
+    bias: Tensor | None
+
+
+@lru_cache(maxsize=16)
+def plan_for(
+    query: torch.Size,
+    cache: torch.Size,
+    dtype: torch.dtype,
+    lens: tuple[int, ...],
+    starts: tuple[int, ...],
+    table: torch.Size | None,
+    is_tree: bool,
+    limit: int | None,
+) -> Plan | None:
+    """Return how the requests are attended, or None: they aren't alike, or are more than a piece.
+    A plan is made once for all layers of a step.
+
+    Args:
+        query, cache, table: shapes.
+        lens, starts: `context_lens` and `cu_seqlens_q`.
+        limit: `max_seqlen_k`.
+    """
+    (tokens, heads, dim), batch, (_, size, kv_heads, _) = query, len(lens), cache
+    nodes = tokens // batch
+    if not nodes or starts != (*range(0, tokens + 1, nodes),) or lens != lens[:1] * batch:
+        return None
+    if tokens != nodes * batch:  # rows of no request
+        return None
+    end = lens[0] + nodes
+    if end > capacity_of(cache, table, limit):
+        return None
+    rows = kv_heads if is_packed(nodes, heads, dim, end, dtype) else heads
+    place = Place(lens[0], end, end, nodes, heads // rows)
+    gathered = 0 if table is None else batch * end * kv_heads * 2 * dim * dtype.itemsize
+    if not is_piece(nodes * place.group, end) or gathered > GATHERED:
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    bias = bias_of(place, None, wide) if nodes > 1 and not is_tree else None
+    return Plan(place, rows, -(-end // size), bias)
+
+
+def capacity_of(cache: torch.Size, table: torch.Size | None, limit: int | None) -> int:
+    """Return how many positions a request may have."""
+    capacity = cache[1] * (1 if table is None else table[1])
+    return capacity if limit is None else min(capacity, limit)
+
+
 def attend_at_once(
     query: Tensor,
     key_cache: Tensor,
@@ -88,7 +149,7 @@ def attend_at_once(
     block_table: Tensor | None,
     ancestors: Tensor | None,
     scale: float | None,
-    capacity: int,
+    limit: int | None,
 ) -> Tensor | None:
     """Attend from requests of equal size, or return None: they aren't, or are more than a piece.
 
@@ -96,37 +157,26 @@ def attend_at_once(
         query, key_cache, value_cache: of one dtype and dim, with adjacent columns.
         lens, starts: `context_lens` and `cu_seqlens_q`.
         block_table, ancestors, scale: as in `verify_attention`.
-        capacity: positions that a request may have.
+        limit: `max_seqlen_k`.
 
     Returns:
         `[tokens, heads, v_dim]`.
     """
-    (tokens, heads, dim), batch = query.shape, len(lens)
-    nodes = tokens // batch if batch else 0
-    if not nodes or batch > ALIKE or starts != [*range(0, tokens + 1, nodes)]:
+    if not 0 < len(lens) <= ALIKE:
         return None
-    if tokens != nodes * batch:  # rows of no request
+    table = None if block_table is None else block_table.shape
+    plan = plan_for(
+        query.shape, key_cache.shape, query.dtype, tuple(lens), tuple(starts), table,
+        ancestors is not None, limit,
+    )  # fmt: skip
+    if plan is None:
         return None
-    end, kv_heads = lens[0] + nodes, key_cache.shape[2]
-    if end > capacity or (batch > 1 and lens != lens[:1] * batch):
-        return None
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    dtype = query.dtype if block_table is None else wide
-    rows = kv_heads if is_packed(nodes, heads, dim, end, dtype) else heads
-    group = heads // rows
-    if not is_piece(nodes * group, end):
-        return None
-    keys, values = key_cache, value_cache
+    keys, values, place, bias = key_cache, value_cache, plan.place, plan.bias
     if block_table is not None:
-        size = keys.shape[1]
-        table = block_table[:, : -(-end // size)]
-        if 2 * table.numel() * size * kv_heads * dim > GATHERED:
-            return None
-        keys, values = (gather(x, table).to(wide) for x in (keys, values))
-        query = query.to(wide)
-    bias = None
-    if nodes > 1 or ancestors is not None:
-        bias = bias_of(Place(lens[0], end, end, nodes, group), ancestors, wide)
-    keys, values = first_positions(keys, end), first_positions(values, end)
-    query = by_head(query, nodes, rows)
-    return by_node(FUSED(query, keys, values, attn_mask=bias, scale=scale)[0], nodes)
+        blocks = block_table[:, : plan.blocks]
+        keys, values = gather(keys, blocks), gather(values, blocks)
+    if ancestors is not None:
+        bias = bias_of(place, ancestors, torch.promote_types(query.dtype, torch.float32))
+    keys, values = first_positions(keys, place.end), first_positions(values, place.end)
+    query = by_head(query, place.nodes, plan.rows)
+    return by_node(FUSED(query, keys, values, attn_mask=bias, scale=scale)[0], place.nodes)

@@ -85,7 +85,7 @@ def gather(tensor: Tensor, table: Tensor) -> Tensor:
         tensor: `[blocks, block_size, ...]`.
         table: `[requests, blocks] int32`; -1, none, gives some block.
     """
-    blocks = table.flatten().clamp_(min=0)
+    blocks = table.flatten().clamp(min=0)
     if tensor.dtype == torch.float8_e4m3fn:  # cannot be gathered
         rows = tensor.view(torch.uint8).index_select(0, blocks).view(torch.float8_e4m3fn)
     else:

@@ -11,8 +11,8 @@ are read once.
 2. A piece goes through torch's fused attention, which writes no scores; with a soft cap, or values
    of another dim than keys, through two matrix products.
 3. Rows of a contiguous cache in the dtype of the queries are read where they lie, all context at
-   once. Others, and those that need float32 for lse or sinks, are copied chunk by chunk to float32
-   (float64 if the query is).
+   once. Blocks of it that are one piece are put together. Others, and those that need float32 for
+   lse or sinks, are copied chunk by chunk to float32 (float64 if the query is).
 
 Memory: what is held beside inputs and outputs doesn't grow with the context, and no
 `[tokens, context + nodes]` mask exists. In floats, with rows = nodes * heads of a request (of up to
@@ -21,8 +21,8 @@ Memory: what is held beside inputs and outputs doesn't grow with the context, an
     rows * (4 * v_dim + qk_dim + 3 * chunk)             sums and queries; mask or scores of a piece
     + 2 * chunk * kv_heads * (qk_dim + v_dim)           one copied chunk; nothing if read in place
 
-where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless `CHUNK` positions are more. Small
-masks are remembered, 16 MiB at most.
+where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless `CHUNK` positions are more; blocks
+that are one piece take up to `GATHERED` bytes. Small masks are remembered, 16 MiB at most.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from torch import Tensor
 from spec_kernels.eager._at_once import (
     ALIKE,
     FUSED,
+    GATHERED,
     attend_at_once,
     by_head,
     by_node,
+    capacity_of,
     is_direct,
     is_packed,
 )
-from spec_kernels.eager._positions import CacheReader, Sight
+from spec_kernels.eager._positions import CacheReader, Sight, is_piece
 
 HELD: Final = 1 << 14
 """Floats of queries that are attended in one go over a long cache that is read in place, one KV
@@ -70,6 +72,7 @@ class Options(NamedTuple):
         dtype: of products; that of the cache if `is_in_place`, else `wide`.
         wide: float32, or float64 if the query is.
         chunk: positions that are copied or masked at a time.
+        gathered: positions that are put together from blocks in the dtype of the queries.
         heads: of the queries.
     """
 
@@ -83,6 +86,7 @@ class Options(NamedTuple):
     dtype: torch.dtype
     wide: torch.dtype
     chunk: int
+    gathered: int
     heads: int
 
     @classmethod
@@ -104,8 +108,8 @@ class Options(NamedTuple):
         wide = torch.promote_types(query.dtype, torch.float32)
         is_fused = softcap is None and not invariant and dim == values.shape[3] > 0
         is_at_hand = is_fused and not is_paged and keys.stride(3) == values.stride(3) == 1
-        is_narrow = is_at_hand and keys.dtype == query.dtype and sinks is None
-        dtype = query.dtype if is_narrow else wide
+        is_narrow = is_fused and keys.dtype == query.dtype and sinks is None
+        dtype = query.dtype if is_narrow and is_at_hand else wide
         return cls(
             dim**-0.5 if scale is None else scale,
             softcap,
@@ -117,8 +121,18 @@ class Options(NamedTuple):
             dtype,
             wide,
             min(max(COPIED // max(row, 1) // CHUNK, 1), 8) * CHUNK,
+            GATHERED // (row * query.itemsize) if is_narrow and is_paged else 0,
             query.shape[1],
         )
+
+    def for_nodes(self, nodes: int, end: int, query: Tensor, kv_heads: int) -> Options:
+        """Decide for a request: blocks of a short one are put together in the dtype of queries."""
+        heads, dim = query.shape[1:]
+        is_grouped = is_packed(nodes, heads, dim, end, query.dtype)
+        rows = nodes * heads // kv_heads if is_grouped else nodes
+        if end > self.gathered or not is_piece(rows, end):
+            return self
+        return self._replace(dtype=query.dtype, chunk=max(end, self.chunk))
 
     @property
     def is_lse_rough(self) -> bool:
@@ -195,6 +209,7 @@ def attend_pieces(
             whole = out, lse
         else:
             whole = add_piece((whole[0].to(options.wide), whole[1]), (out, lse))
+        del k, v, bias, out, lse  # before the next piece is copied
     return nothing(query, values) if whole is None else whole
 
 
@@ -243,6 +258,7 @@ def attend_requests(
         lse: `[requests * nodes, heads]`; None unless needed.
     """
     (tokens, heads, dim), kv_heads = query.shape, keys.cache.shape[2]
+    options = options.for_nodes(sight.nodes, sight.end, query, kv_heads)
     needs_lse = options.returns_lse or options.sinks is not None
     is_small = sight.end <= LONG or tokens * heads * dim <= HELD
     if is_small or needs_lse or not options.is_in_place:
@@ -340,16 +356,16 @@ def verify_attention(
         >>> verify_attention(x[0, :1], x, 3 * x, lens, cu, 1)
         (tensor([[[3.]]]), None)
     """
-    capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    capacity = capacity if max_seqlen_k is None else min(capacity, max_seqlen_k)
     lens, starts = context_lens.tolist(), cu_seqlens_q.tolist()
     is_plain = softcap is None and window is None and sinks is None and key_scale is None
     if is_plain and not (return_lse or invariant) and is_direct(query, key_cache, value_cache):
         out = attend_at_once(
-            query, key_cache, value_cache, lens, starts, block_table, ancestors, scale, capacity
+            query, key_cache, value_cache, lens, starts, block_table, ancestors, scale, max_seqlen_k
         )
         if out is not None:
-            return out.to(query.dtype), None
+            return out, None
+    table = None if block_table is None else block_table.shape
+    capacity = capacity_of(key_cache.shape, table, max_seqlen_k)
     options = Options.make(
         query, key_cache, value_cache, block_table is not None,
         scale=scale, softcap=softcap, sinks=sinks, returns_lse=return_lse, invariant=invariant,
