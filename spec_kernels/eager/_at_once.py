@@ -67,6 +67,8 @@ def by_node(rows: Tensor, nodes: int) -> Tensor:
     requests, heads, count, *dims = rows.shape
     request, head, row, *rest = rows.stride()
     group = count // nodes
+    if dims and (group, request, head, row) == (1, nodes * row, dims[0], heads * dims[0]):
+        return rows.as_strided((requests * nodes, heads, *dims), (row, head, 1))  # in order already
     grouped = rows.as_strided(
         (requests, nodes, heads, group, *dims), (request, row * group, head, row, *rest)
     )
@@ -88,12 +90,14 @@ class Plan(NamedTuple):
         rows: heads that the queries are turned to: those of the cache, or their own.
         blocks: of a request.
         bias: of chains; None for trees, and where nothing is hidden.
+        wide: dtype of a bias.
     """
 
     place: Place
     rows: int
     blocks: int
     bias: Tensor | None
+    wide: torch.dtype
 
 
 @lru_cache(maxsize=16)
@@ -131,7 +135,7 @@ def plan_for(
         return None
     wide = torch.promote_types(dtype, torch.float32)
     bias = bias_of(place, None, wide) if nodes > 1 and not is_tree else None
-    return Plan(place, rows, -(-end // size), bias)
+    return Plan(place, rows, -(-end // size), bias, wide)
 
 
 def capacity_of(cache: torch.Size, table: torch.Size | None, limit: int | None) -> int:
@@ -176,7 +180,7 @@ def attend_at_once(
         blocks = block_table[:, : plan.blocks]
         keys, values = gather(keys, blocks), gather(values, blocks)
     if ancestors is not None:
-        bias = bias_of(place, ancestors, torch.promote_types(query.dtype, torch.float32))
+        bias = bias_of(place, ancestors, plan.wide)
     keys, values = first_positions(keys, place.end), first_positions(values, place.end)
     query = by_head(query, place.nodes, plan.rows)
     return by_node(FUSED(query, keys, values, attn_mask=bias, scale=scale)[0], place.nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ctypes import string_at
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -143,7 +144,8 @@ def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Tensor:
     if nodes * rows <= most:
         if words is None:
             return remembered_bias(place, b"", 0, dtype)
-        known, requests = words.numpy().tobytes(), len(words) // nodes
+        words, requests = words.contiguous(), len(words) // nodes
+        known = string_at(words.data_ptr(), words.nbytes)
         first = known[: len(known) // requests] if requests > 1 else known
         if known == first * requests:
             return remembered_bias(place, first, nodes, dtype)
