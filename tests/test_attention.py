@@ -285,10 +285,10 @@ def test_eager_bits_do_not_depend_on_what_else_is_asked_for(
     dtype: torch.dtype, block_size: int
 ) -> None:
     """Neither on lse nor on a window that cuts nothing nor on other requests."""
-    case = Case((40, 40, 300), (1, 4, 6), block_size=block_size, dtype=dtype)
+    case = Case((40, 40, 300, 2100), (1, 4, 6, 2), block_size=block_size, dtype=dtype)
     args, keywords = make(case)
     out, _ = eager.verify_attention(*args, **keywords)
-    alone, _ = eager.verify_attention(*args, **{**keywords, "return_lse": False, "window": 400})
+    alone, _ = eager.verify_attention(*args, **{**keywords, "return_lse": False, "window": 2200})
     assert torch.equal(out, alone)
     query, keys, values, context_lens, cu, most = args
     for b, (first, last) in enumerate(zip(cu.tolist(), cu[1:].tolist(), strict=False)):
@@ -322,9 +322,17 @@ def test_eager_bits_do_not_depend_on_requests_of_equal_size(
         assert torch.equal(alone, out[own])
 
 
-def test_eager_requests_of_equal_size_are_gathered_together() -> None:
-    """Blocks of short ones are put together at once."""
-    case = Case((40,) * 3, (4,) * 3, block_size=16, dtype=torch.float32)
+@pytest.mark.parametrize("requests", [3, 1], ids=["together", "alone"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_eager_requests_of_equal_size_are_gathered_together(
+    dtype: torch.dtype, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of short ones are put together at once, as many as are held; bits are the same."""
+    case = Case((40,) * 3, (4,) * 3, block_size=16, dtype=dtype)
+    at_once = sys.modules["spec_kernels.eager._at_once"]
+    held = requests * 44 * 2 * case.kv_heads * case.dim * dtype.itemsize
+    monkeypatch.setattr(at_once, "GATHERED", held)
+    at_once.plan_for.cache_clear()
     (query, *caches, context_lens, cu, most), keywords = make(case)
     table, words = keywords["block_table"], keywords["ancestors"]
     out, _ = eager.verify_attention(
@@ -337,6 +345,21 @@ def test_eager_requests_of_equal_size_are_gathered_together() -> None:
             block_table=table[b : b + 1], ancestors=words[own],
         )  # fmt: skip
         assert torch.equal(alone, out[own])
+
+
+def test_eager_strides_of_queries_and_words_are_free() -> None:
+    """Queries whose heads lie apart, every second word: the result is laid out as always."""
+    case = Case((40,) * 2, (4,) * 2, dim=16, dtype=torch.float32, block_size=0)
+    (query, *rest), keywords = make(case)
+    words = keywords["ancestors"]
+    expected, _ = eager.verify_attention(query, *rest, ancestors=words)
+    apart = query.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.cat([words, ~words], 1)[:, :1]
+    assert not apart.is_contiguous()
+    assert not wide.is_contiguous()
+    out, _ = eager.verify_attention(apart, *rest, ancestors=wide)
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
 
 
 @pytest.mark.parametrize("tree", ["", RANDOM], ids=["chain", "tree"])

@@ -63,7 +63,7 @@ def by_head(query: Tensor, nodes: int, heads: int) -> Tensor:
 
 
 def by_node(rows: Tensor, nodes: int) -> Tensor:
-    """Turn `[requests, heads, nodes * group, ...]` into `[tokens, heads * group, ...]`."""
+    """Turn `[requests, heads, nodes * group, ...]` into contiguous `[tokens, heads, ...]`."""
     requests, heads, count, *dims = rows.shape
     request, head, row, *rest = rows.stride()
     group = count // nodes
@@ -72,7 +72,7 @@ def by_node(rows: Tensor, nodes: int) -> Tensor:
     grouped = rows.as_strided(
         (requests, nodes, heads, group, *dims), (request, row * group, head, row, *rest)
     )
-    return grouped.reshape(requests * nodes, heads * group, *dims)
+    return grouped.reshape(requests * nodes, heads * group, *dims).contiguous()
 
 
 def first_positions(rows: Tensor, end: int) -> Tensor:
