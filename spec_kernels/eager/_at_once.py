@@ -134,7 +134,7 @@ def plan_for(
     if not is_piece(nodes * place.group, end) or gathered > GATHERED:
         return None
     wide = torch.promote_types(dtype, torch.float32)
-    bias = bias_of(place, None, wide) if nodes > 1 and not is_tree else None
+    bias = bias_of(place, None, wide)[0] if nodes > 1 and not is_tree else None
     return Plan(place, rows, -(-end // size), bias, wide)
 
 
@@ -180,7 +180,7 @@ def attend_at_once(
         blocks = block_table[:, : plan.blocks]
         keys, values = gather(keys, blocks), gather(values, blocks)
     if ancestors is not None:
-        bias = bias_of(place, ancestors, plan.wide)
+        bias = bias_of(place, ancestors, plan.wide)[0]
     keys, values = first_positions(keys, place.end), first_positions(values, place.end)
     query = by_head(query, place.nodes, plan.rows)
     return by_node(FUSED(query, keys, values, attn_mask=bias, scale=scale)[0], place.nodes)

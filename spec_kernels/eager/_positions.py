@@ -137,9 +137,13 @@ def by_rows(bias: Tensor, group: int) -> Tensor:
     return bias[:, None, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
 
 
-def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what to add to the scores of a piece: `[requests, 1, nodes * group, width]`, or one
-    for all requests. A small one is made once for all layers of a step."""
+Bias = tuple[Tensor, Tensor | None]
+"""What to add to the scores of a piece, `[requests, 1, nodes * group, width]`, or one for all
+requests; and which rows see nothing of the piece, None: all see something."""
+
+
+def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Bias:
+    """Return the bias of a piece. A small one is made once for all layers of a step."""
     nodes, rows, most = place.nodes, place.width * place.group, 4 * AT_ONCE
     if nodes * rows <= most:
         if words is None:
@@ -151,17 +155,29 @@ def bias_of(place: Place, words: Tensor | None, dtype: torch.dtype) -> Tensor:
             return remembered_bias(place, first, nodes, dtype)
         if len(words) * rows <= most:
             return remembered_bias(place, known, len(words), dtype)
-    return by_rows(make_bias(place, words, dtype), place.group)
+    return piece_bias(place, words, dtype)
 
 
 @lru_cache(maxsize=16)
-def remembered_bias(place: Place, words: bytes, tokens: int, dtype: torch.dtype) -> Tensor:
+def remembered_bias(place: Place, words: bytes, tokens: int, dtype: torch.dtype) -> Bias:
     """Make a small bias of the bytes of ancestor words: at most 16 * 4 * `AT_ONCE` floats are kept,
     16 MiB."""
     table = None
     if tokens:
         table = torch.frombuffer(bytearray(words), dtype=torch.int32).view(tokens, -1)
-    return by_rows(make_bias(place, table, dtype), place.group)
+    return piece_bias(place, table, dtype)
+
+
+def piece_bias(place: Place, words: Tensor | None, dtype: torch.dtype) -> Bias:
+    """Make a bias. Nodes see the context, and those of a chain the root."""
+    bias = by_rows(make_bias(place, words, dtype), place.group)
+    return bias, hidden_rows(bias) if place.context < (words is not None) else None
+
+
+def hidden_rows(bias: Tensor) -> Tensor | None:
+    """Return which rows see nothing, or None: all see something."""
+    hidden = bias.amax(3) == -math.inf
+    return hidden if hidden.any() else None
 
 
 class Sight:
@@ -218,15 +234,8 @@ class Sight:
             for first in range(begin, last, step)
         ]
 
-    def may_hide_all(self, start: int) -> bool:
-        """Tell that some node may see nothing of a masked piece that begins at `start`."""
-        first = self.context + (self.words is None)
-        return self.window is not None or start >= first
-
-    def bias(self, start: int, stop: int, group: int, dtype: torch.dtype) -> Tensor:
-        """Return what to add to the scores of some positions, 0 or -inf, for `group` rows a node:
-        `[requests, 1, nodes * group, positions]`, or one for all requests.
-        """
+    def bias(self, start: int, stop: int, group: int, dtype: torch.dtype) -> Bias:
+        """Return the bias of some positions, for `group` rows a node."""
         place = Place(self.context - start, self.end - start, stop - start, self.nodes, group)
         if self.window is None:
             return bias_of(place, self.words, dtype)
@@ -235,7 +244,8 @@ class Sight:
         depths = self._depths()
         depth = torch.where(other < 0, other, depths[other.clamp(0, self.nodes - 1)])
         bias.masked_fill_(depth <= depths[:, None] - self.window, -math.inf)
-        return by_rows(bias, group)
+        rows = by_rows(bias, group)
+        return rows, hidden_rows(rows)
 
     def _depths(self) -> Tensor:
         return torch.arange(self.nodes) if self.depths is None else self.depths.long()

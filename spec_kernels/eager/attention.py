@@ -198,11 +198,13 @@ def attend_pieces(
     whole: Sums | None = None
     for start, stop, is_masked in sight.pieces(group, options.chunk, is_in_place):
         k, v = keys.read(start, stop, dtype), values.read(start, stop, dtype)
-        bias = sight.bias(start, stop, group, options.wide) if is_masked else None
+        bias = hidden = None
+        if is_masked:
+            bias, hidden = sight.bias(start, stop, group, options.wide)
         if options.is_fused:
             out, lse = attend_fused(query, k, v, bias, options.scale)
-            if bias is not None and sight.may_hide_all(start):
-                lse = lse.masked_fill(bias.amax(3) == -math.inf, -math.inf)
+            if hidden is not None:
+                lse = lse.masked_fill(hidden, -math.inf)
         else:
             out, lse = attend_plain(query, k, v, bias, options.softcap)
         if whole is None:
@@ -234,7 +236,7 @@ def attend_node_by_node(
         stop = min(start + CHUNK, sight.end)
         k[:, :, : stop - start] = keys.read(start, stop, query.dtype)
         v[:, :, : stop - start] = values.read(start, stop, query.dtype)
-        bias = sight.bias(start, start + CHUNK, 1, query.dtype)
+        bias, _ = sight.bias(start, start + CHUNK, 1, query.dtype)
         for node, part in enumerate(parts):
             sums = attend_plain(part, k, v, bias[:, :, node : node + 1], options.softcap)
             whole[node] = add_piece(whole[node], sums)
