@@ -100,10 +100,13 @@ class _Memory(NamedTuple):
         waiting: for each module the states in front of new tokens, `[batch, width, size]`: those
             that the one before has given. With n tokens before the root, module 1 has n + 1 less
             its start of them, a deeper one the start of the one before, plus 1, less its own.
+        later: `[batch, 1, size]` of each round since then that asked for no drafts, the states of
+            its roots: they belong behind those of module 1, which plain rounds leave undone.
     """
 
     starts: list[Tensor]
     waiting: list[Tensor]
+    later: tuple[Tensor, ...] = ()
 
 
 class _Line(NamedTuple):
@@ -199,9 +202,13 @@ class MTPSession:
     def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
         """Draw drafts up to `limits[b]` deep; a module for each depth takes in what is new."""
         self._before = (self._memory, [cache.context_lens for cache in self.caches])
-        draft, is_present = root_draft(state, limits), limits >= 0
+        self._fed, draft = [], root_draft(state, limits)
+        if gamma == 0 and len(self._memory.later) < MOST_WAITING:
+            return draft
+        is_present = limits >= 0
         self._text, self._ends = state.tokens, torch.where(is_present, state.lens.long(), 0)
-        self._fed, alone = [], Shown(draft.tokens, None, 0, 0, [0], is_present)
+        self._line_up_later()
+        alone = Shown(draft.tokens, None, 0, 0, [0], is_present)
         if gamma > 0:
             limits = limits.minimum(state.root_positions.to(torch.int32))
             logits = self._feed(alone)
@@ -214,6 +221,9 @@ class MTPSession:
     def commit(self, state: DecodingState, result: Acceptance, hidden: Tensor | None) -> None:
         """Keep the new tokens in the caches that took them in, and what waits for a module."""
         assert hidden is not None
+        if not self._fed:  # a plain round, of one node
+            self._memory = self._memory._replace(later=(*self._memory.later, hidden))
+            return
         starts, waiting = list(self._memory.starts), list(self._memory.waiting)
         is_present = result.path[:, 0] >= 0
         ends = torch.where(is_present, state.lens.long(), starts[0])
@@ -222,12 +232,7 @@ class MTPSession:
             cache.holds_tree = False  # what is kept lies in front
             cache.keep(torch.where(kept > 0, 0, -1)[:, None], (kept - 1).clamp(min=0))
             starts[depth - 1] = ends
-        given = _pick(fit_hidden(hidden, waiting[0]), result.path.clamp(min=0).long())
-        count = torch.where(is_present, result.accepted_lens.long() + 1, 0)
-        if not self._fed:
-            waiting[0] = _join(waiting[0], self._ends - starts[0], given, count)
-        else:
-            waiting[0] = given
+        waiting[0] = _pick(fit_hidden(hidden, waiting[0]), result.path.clamp(min=0).long())
         for depth, fed in enumerate(self._fed[: self._depth - 1], 2):
             if depth <= len(self._fed):
                 waiting[depth - 1] = _pick(fed.states, (fed.num_new[:, None] - 1).clamp(min=0))
@@ -241,6 +246,17 @@ class MTPSession:
         self._memory, lens = self._before
         for cache, length in zip(self.caches, lens, strict=True):
             cache.truncate(length)
+
+    def _line_up_later(self) -> None:
+        """Put the states of plain rounds behind those that wait for module 1: each request that is
+        still there took part in all of these rounds."""
+        starts, (first, *others), later = self._memory
+        if later:
+            is_present, more = self._ends > 0, len(later)
+            have = torch.where(is_present, self._ends - starts[0] - more, 0)
+            states = fit_hidden(torch.cat(later, 1), first)
+            joined = _join(first, have, states, torch.where(is_present, more, 0))
+            self._memory = _Memory(starts, [joined, *others])
 
     def _feed(self, shown: Shown) -> Tensor:
         """Feed the next module, and return its logits behind the nodes wanted."""

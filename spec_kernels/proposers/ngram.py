@@ -22,6 +22,7 @@ from torch import Tensor
 
 from spec_kernels._check import require
 from spec_kernels.proposers.base import DecodingState, root_draft
+from spec_kernels.targets.base import can_read
 from spec_kernels.tree import MAX_NODES
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
@@ -42,7 +43,8 @@ class NgramProposer:
 
     Note:
         Vectorised over the batch, on the device, without synchronisation; a row is never read past
-        its length. Traffic: `max_ngram` passes over the tokens of the batch.
+        its length. Traffic: `max_ngram` passes over the tokens of the batch; on a CPU `min_ngram`
+        where nothing matches.
     """
 
     wants_hidden = False
@@ -76,6 +78,8 @@ class NgramProposer:
         tokens, found = ngram_lookup(
             row, state.lens, self.max_ngram, self.min_ngram, gamma, places=places
         )
+        if can_read(found) and not found.any():
+            return root_draft(state, limits)
         roots = torch.where(limits[:, None] >= 0, state.roots, PAD_TOKEN)
         if self.nodes is not None:
             return merge_continuations(roots, tokens, found, limits, self.nodes)
@@ -124,6 +128,9 @@ def ngram_lookup(
         equal[:, back + 1 :] = tokens[:, : max(width - back - 1, 0)] == wanted
         matches = matches & equal
         length += matches
+        if back + 1 == min_ngram and can_read(matches) and not matches.any():
+            shape = batch, min(places, width)  # the rest would find nothing
+            return tokens.gather(1, last)[..., None].expand(*shape, count), matches.new_zeros(shape)
     scores = length * (width + 1) + place  # no two alike
     best, start = scores.topk(min(places, width), dim=1)
     found = best >= min_ngram * (width + 1)
