@@ -127,7 +127,9 @@ class DecoderBlock(nn.Module):
             self.self_attn[name](x).unflatten(-1, (-1, self.head_dim))
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        query, key = (rotate(part, positions, self.rope_theta) for part in (query, key))
+        heads = query.shape[-2]
+        turned = rotate(torch.cat([query, key], -2), positions, self.rope_theta)
+        query, key = turned[..., :heads, :], turned[..., heads:, :]
         hidden = hidden + self.self_attn["o_proj"](attend(query, key, value).flatten(-2))
         x = self.post_attention_layernorm(hidden)
         gated = F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x)

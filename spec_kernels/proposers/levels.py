@@ -135,10 +135,12 @@ class Grower:
     """
 
     def __init__(self, growing: Growing, state: DecodingState) -> None:
-        self._tree, self._kind, self._depth = growing.tree, growing.children, growing.depth
+        self._tree, self._depth = growing.tree, growing.depth
         self._params = _draft_params(state.params, growing.temperature)
         self._is_greedy = self._params.temperature < GREEDY_TEMPERATURE
         self._has_greedy = bool(self._is_greedy.any())
+        # Greedy requests take the likeliest ids: a batch of such needs neither coins nor laws.
+        self._kind = "fixed" if bool(self._is_greedy.all()) else growing.children
         self._is_fixed = state.rule == "coupled" or self._kind == "fixed"
         self._ids = growing.draft_to_target
         if self._ids is not None:
@@ -185,9 +187,10 @@ class Grower:
         if not is_chain:
             shape = torch.tensor(template.parents, dtype=torch.int32, device=tokens.device)
             parents = shape.repeat(len(tokens), 1)
-        coins = draft_coins(
-            state.seeds, state.root_positions, len(template.parents), max(template.num_children)
-        )
+        coins = None
+        if self._kind != "fixed":
+            size = len(template.parents), max(template.num_children)
+            coins = draft_coins(state.seeds, state.root_positions, *size)
         rows = torch.full_like(tokens, -1, dtype=torch.int32)
         levels: list[_Level] = []
         for depth_now in range(depth):
@@ -195,7 +198,8 @@ class Grower:
             is_wanted = (limits[:, None] > depth_now) & (tokens[:, nodes] != PAD_TOKEN)
             level = self._laws(state, logits, tokens, parents, nodes, is_wanted)
             counts = [template.num_children[node] for node in nodes]
-            found = self._choose(state, level, coins[:, nodes], counts, depth_now)
+            own = None if coins is None else coins[:, nodes]
+            found = self._choose(state, level, own, counts, depth_now)
             first = sum(len(one.logits) for one in levels)
             tokens, rows = _append(template, depth_now, tokens, rows, found, level.row + first)
             levels.append(level)
@@ -276,16 +280,22 @@ class Grower:
         return _Level(flat, row_law(flat, self._params, owner), request.long() * rows + place)
 
     def _choose(
-        self, state: DecodingState, level: _Level, coins: Tensor, counts: list[int], depth: int
+        self,
+        state: DecodingState,
+        level: _Level,
+        coins: Tensor | None,
+        counts: list[int],
+        depth: int,
     ) -> _Children:
-        """Choose the children of nodes at one depth; `counts` of each, of which the most are k."""
-        batch, k = coins.shape[0], max(counts)
+        """Choose the children of nodes at one depth; `counts` of each, of which the most are k. The
+        coins are there unless all are fixed."""
+        batch, k = len(level.row), max(counts)
         kind = self._kind if k > 1 or self._kind == "fixed" else "sampled"
-        is_drawn = torch.ones(batch, len(counts), k, dtype=torch.bool, device=coins.device)
+        is_drawn = torch.ones(batch, len(counts), k, dtype=torch.bool, device=level.row.device)
         best = None
         if kind in ("fixed", "mixed") or (self._has_greedy and k > 1):
             best = self._best(level, k)[level.row]
-        if kind == "fixed":
+        if coins is None:
             assert best is not None
             return _Children(self._to_target(state, best), ~is_drawn)
         flat_coins = coins[..., :k].flatten(0, 1)

@@ -113,9 +113,8 @@ class _Alone:
         self._bias: Tensor | None = None
         self._masks: dict[int, Tensor | None] = {}
         if parents is not None:
-            sees = ancestor_mask(parents[None, :count], torch.tensor([count]))[0, start:]
             self._bias = torch.zeros(count - start, self.end, dtype=self.dtype)
-            self._bias[:, context:].masked_fill_(~sees, -math.inf)
+            self._bias[:, context:] = torch.tensor(_biases(parents[:count].tolist())[start:])
         elif count - start > 1:
             self._bias = torch.full((count - start, self.end), -math.inf, dtype=self.dtype)
             self._bias.triu_(self.first + 1)
@@ -171,6 +170,22 @@ class _Alone:
         return out.reshape(heads, nodes, values.shape[3]).transpose(0, 1)
 
 
+def _biases(parents: Sequence[int]) -> list[list[float]]:
+    """Return what each node of a tree adds to the scores of all: 0 for itself and its ancestors,
+    -inf for others. The tree is small: a list costs less than tensors do.
+
+    Example:
+        >>> _biases([-1, 0, 0])
+        [[0.0, -inf, -inf], [0.0, 0.0, -inf], [0.0, -inf, 0.0]]
+    """
+    rows: list[list[float]] = []
+    for node, parent in enumerate(parents):
+        row = rows[parent].copy() if 0 <= parent < node else [-math.inf] * len(parents)
+        row[node] = 0.0
+        rows.append(row)
+    return rows
+
+
 class Nodes:
     """The new nodes of a forward: where their K/V go, where they stand, what they see.
 
@@ -223,10 +238,8 @@ class Nodes:
         self._slots = self.pick(cache.slots(num_nodes, nodes, start=start))
         self._alone = _Alone.find(cache, counts, start, parents)
         self._places: Tensor | None = None
-        if parents is None and counts is not None:
-            self._set_packed_chains(counts)
-        else:
-            self._set_step(nodes, start, len(self.positions))
+        self._counts = counts
+        self._step: AttentionStep | None = None  # found when a layer first asks for it
         self._sees: Tensor | None = None
 
     def pick(self, grid: Tensor) -> Tensor:
@@ -234,7 +247,7 @@ class Nodes:
         flat = grid.flatten()
         return flat if self._picked is None else flat[self._picked]
 
-    def _set_packed_chains(self, counts: Sequence[int]) -> None:
+    def _set_packed_chains(self, counts: Sequence[int]) -> AttentionStep:
         """Say where the queries are: the new nodes of one request behind those of another."""
         cache, start = self._cache, self._start
         ends = [0, *accumulate(max(count - start, 0) for count in counts)]
@@ -245,8 +258,9 @@ class Nodes:
             self._nodes - start,
             cache.block_table,
         )
+        return self._step
 
-    def _set_step(self, nodes: int, start: int, tokens: int) -> None:
+    def _set_step(self, nodes: int, start: int, tokens: int) -> AttentionStep:
         """Say where the queries are: of a tree that is extended, those before `start` count too."""
         cache, parents, device = self._cache, self._parents, self._num_nodes.device
         first = start if parents is None else 0
@@ -269,6 +283,7 @@ class Nodes:
         self._step = AttentionStep(
             context, ends, nodes - first, cache.block_table, words, depth, None
         )
+        return self._step
 
     def attend(
         self,
@@ -315,7 +330,12 @@ class Nodes:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attend to what has been written, with queries where the step looks for them."""
-        step, places, values = self._step, self._places, self._cache.values[layer]
+        step = self._step
+        if step is None and self._parents is None and self._counts is not None:
+            step = self._set_packed_chains(self._counts)
+        elif step is None:
+            step = self._set_step(self._nodes, self._start, len(self.positions))
+        places, values = self._places, self._cache.values[layer]
         assert values is not None
         if places is not None:
             blank = query.new_zeros(self._queries, *query.shape[1:])
