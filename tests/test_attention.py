@@ -285,7 +285,8 @@ def test_eager_bits_do_not_depend_on_what_else_is_asked_for(
     dtype: torch.dtype, block_size: int
 ) -> None:
     """Neither on lse nor on a window that cuts nothing nor on other requests."""
-    case = Case((40, 40, 300, 2100), (1, 4, 6, 2), block_size=block_size, dtype=dtype)
+    sizes = (40, 40, 300, 2100, 1500), (1, 4, 6, 2, 70)
+    case = Case(*sizes, block_size=block_size, dtype=dtype)
     args, keywords = make(case)
     out, _ = eager.verify_attention(*args, **keywords)
     alone, _ = eager.verify_attention(*args, **{**keywords, "return_lse": False, "window": 2200})

@@ -1,7 +1,7 @@
 """Attention of short requests in one call of torch: little time goes where little work is.
 
-Requests of equal size, whose contexts and nodes are one piece, need no merging and no bookkeeping.
-The call is the one that `attention` makes for such a piece of each of them, so bits are the same.
+Requests of equal size, whose contexts and nodes are one piece, or one each in a contiguous cache,
+need no bookkeeping. The calls are those that `attention` makes, so bits are the same.
 
 Between two calls of large products the code of an operation of torch leaves a core's caches, and
 each kind of them costs tens of microseconds: so all views are made by one kind, `as_strided`.
@@ -9,6 +9,7 @@ each kind of them costs tens of microseconds: so all views are made by one kind,
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,12 @@ PACKED: Final = 1 << 16
 
 ALIKE: Final = 8
 """Most requests of one call of torch's fused attention."""
+
+LONG: Final = 4096
+"""Positions above which a few calls more cost nothing."""
+
+CHUNK: Final = 256
+"""Positions at a time in invariant calls, and least of a chunk: enough for a matrix product."""
 
 GATHERED: Final = 1 << 23
 """Most bytes of keys and values that are put together in one go: a shared cache holds 8 MiB."""
@@ -75,24 +82,39 @@ def by_node(rows: Tensor, nodes: int) -> Tensor:
     return grouped.reshape(requests * nodes, heads * group, *dims).contiguous()
 
 
-def first_positions(rows: Tensor, end: int) -> Tensor:
-    """Turn `[requests, positions, heads, dim]` into `[requests, heads, end, dim]`."""
+def positions(rows: Tensor, start: int, stop: int) -> Tensor:
+    """Turn `[requests, positions, heads, dim]` into `[requests, heads, stop - start, dim]`."""
     requests, _, heads, dim = rows.shape
     request, position, head, column = rows.stride()
-    return rows.as_strided((requests, heads, end, dim), (request, head, position, column))
+    size, first = (requests, heads, stop - start, dim), rows.storage_offset() + start * position
+    return rows.as_strided(size, (request, head, position, column), first)
+
+
+Sums = tuple[Tensor, Tensor]
+"""Attention to some positions: out `[requests, heads, rows, v_dim]` and lse without v_dim. A row
+that sees nothing has out 0 and lse -inf."""
+
+
+def add_piece(whole: Sums, piece: Sums) -> Sums:
+    """Merge as `merge_attention`, writing over the first sums."""
+    (out, lse), (part, part_lse) = whole, piece
+    share = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # NaN: neither saw anything
+    return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
 
 
 class Plan(NamedTuple):
-    """How requests of equal size are attended in one call.
+    """How requests of equal size are attended together.
 
     Attributes:
-        place: of the one piece.
+        start: where the masked piece begins; all before it is one without a mask.
+        place: of the masked piece.
         rows: heads that the queries are turned to: those of the cache, or their own.
         blocks: of a request.
         bias: of chains; None for trees, and where nothing is hidden.
-        wide: dtype of a bias.
+        wide: dtype of a bias and of sums.
     """
 
+    start: int
     place: Place
     rows: int
     blocks: int
@@ -111,7 +133,7 @@ def plan_for(
     is_tree: bool,
     limit: int | None,
 ) -> Plan | None:
-    """Return how the requests are attended, or None: they aren't alike, or are more than a piece.
+    """Return how the requests are attended, or None: they aren't alike, or are more pieces.
     A plan is made once for all layers of a step.
 
     Args:
@@ -129,13 +151,18 @@ def plan_for(
     if end > capacity_of(cache, table, limit):
         return None
     rows = kv_heads if is_packed(nodes, heads, dim, end, dtype) else heads
-    place = Place(lens[0], end, end, nodes, heads // rows)
+    group, start = heads // rows, 0
     gathered = 0 if table is None else batch * end * kv_heads * 2 * dim * dtype.itemsize
-    if not is_piece(nodes * place.group, end) or gathered > GATHERED:
+    if not is_piece(nodes * group, end):
+        if table is not None or not 1 < nodes <= CHUNK or end > LONG or not lens[0]:
+            return None
+        start = lens[0]
+    if gathered > GATHERED:
         return None
+    place = Place(lens[0] - start, end - start, end - start, nodes, group)
     wide = torch.promote_types(dtype, torch.float32)
     bias = bias_of(place, None, wide)[0] if nodes > 1 and not is_tree else None
-    return Plan(place, rows, -(-end // size), bias, wide)
+    return Plan(start, place, rows, -(-end // size), bias, wide)
 
 
 def capacity_of(cache: torch.Size, table: torch.Size | None, limit: int | None) -> int:
@@ -155,7 +182,7 @@ def attend_at_once(
     scale: float | None,
     limit: int | None,
 ) -> Tensor | None:
-    """Attend from requests of equal size, or return None: they aren't, or are more than a piece.
+    """Attend from requests of equal size, or return None: they aren't, or are more pieces.
 
     Args:
         query, key_cache, value_cache: of one dtype and dim, with adjacent columns.
@@ -175,12 +202,20 @@ def attend_at_once(
     )  # fmt: skip
     if plan is None:
         return None
-    keys, values, place, bias = key_cache, value_cache, plan.place, plan.bias
+    keys, values, place, bias, hidden = key_cache, value_cache, plan.place, plan.bias, None
     if block_table is not None:
         blocks = block_table[:, : plan.blocks]
         keys, values = gather(keys, blocks), gather(values, blocks)
     if ancestors is not None:
-        bias = bias_of(place, ancestors, plan.wide)[0]
-    keys, values = first_positions(keys, place.end), first_positions(values, place.end)
-    query = by_head(query, place.nodes, plan.rows)
-    return by_node(FUSED(query, keys, values, attn_mask=bias, scale=scale)[0], place.nodes)
+        bias, hidden = bias_of(place, ancestors, plan.wide)
+    start, end = plan.start, plan.start + place.end
+    rows = by_head(query, place.nodes, plan.rows)
+    k, v = positions(keys, start, end), positions(values, start, end)
+    out, lse = FUSED(rows, k, v, attn_mask=bias, scale=scale)
+    if start:
+        if hidden is not None:
+            lse = lse.masked_fill(hidden, -math.inf)
+        k, v = positions(keys, 0, start), positions(values, 0, start)
+        whole, whole_lse = FUSED(rows, k, v, scale=scale)
+        out = add_piece((whole.to(plan.wide), whole_lse), (out, lse))[0].to(query.dtype)
+    return by_node(out, place.nodes)

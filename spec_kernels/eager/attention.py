@@ -37,8 +37,12 @@ from torch import Tensor
 
 from spec_kernels.eager._at_once import (
     ALIKE,
+    CHUNK,
     FUSED,
     GATHERED,
+    LONG,
+    Sums,
+    add_piece,
     attend_at_once,
     by_head,
     by_node,
@@ -51,12 +55,6 @@ from spec_kernels.eager._positions import CacheReader, Sight, is_piece
 HELD: Final = 1 << 14
 """Floats of queries that are attended in one go over a long cache that is read in place, one KV
 head at least: their sums are what is held."""
-
-LONG: Final = 4096
-"""Positions above which a few calls more cost nothing."""
-
-CHUNK: Final = 256
-"""Positions at a time in invariant calls, and least of a chunk: enough for a matrix product."""
 
 COPIED: Final = 1 << 20
 """Floats of a chunk of keys and values: 4 MiB, which stay in a shared cache while they are used."""
@@ -140,11 +138,6 @@ class Options(NamedTuple):
         return self.dtype != self.wide
 
 
-Sums = tuple[Tensor, Tensor]
-"""Attention to some positions: out `[requests, heads, rows, v_dim]` and lse without v_dim. A row
-that sees nothing has out 0 and lse -inf."""
-
-
 def attend_plain(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, softcap: float | None
 ) -> Sums:
@@ -176,13 +169,6 @@ def attend_fused(
     """Do as `attend_plain` in one call that writes no scores; rows that see nothing get lse 0."""
     out, lse = FUSED(query, keys, values, attn_mask=bias, scale=scale)
     return out, lse
-
-
-def add_piece(whole: Sums, piece: Sums) -> Sums:
-    """Merge as `merge_attention`, writing over the first sums."""
-    (out, lse), (part, part_lse) = whole, piece
-    share = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # NaN: neither saw anything
-    return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
 
 
 def attend_pieces(
