@@ -241,8 +241,9 @@ def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> StepCosts:
     """Return the costs: v of the bare forwards, the others of the rounds apart, plain ones first.
 
     c is the time of drafts over the drafts asked for, in rounds that do not follow one that
-    accepted every draft; catch_up is what drafting takes more than that in those that do. Means,
-    since what is predicted is a sum over rounds; the first round of a lane warms up.
+    accepted every draft, if there are any; catch_up is what drafting takes more than that in those
+    that do. Means, since what is predicted is a sum over rounds; the first round of a lane warms
+    up.
     """
     plain, *others = (lane.rounds[1:] or lane.rounds for lane in apart)
     unit = statistics.fmean(seconds.decode for *_, seconds in plain)
@@ -251,8 +252,8 @@ def costs_of(forwards: Forwards, apart: Sequence[Lane]) -> StepCosts:
     behind: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
     for (_, _, before, _), (asked, _, _, seconds) in (p for r in others for p in pairwise(r)):
         behind[before.is_full].append((asked, seconds.draft))
-    asked, drafting = map(sum, zip((1e-9, 0.0), *behind[False], strict=True))
-    c = drafting / asked
+    asked, drafting = map(sum, zip(*(behind[False] or behind[True]), strict=True))
+    c = drafting / max(asked, 1)
     more = [seconds - asked * c for asked, seconds in behind[True]]
     rest = [s.accept + s.state for rounds in others for _, depth, _, s in rounds if depth]
     return StepCosts(

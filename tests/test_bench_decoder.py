@@ -84,6 +84,9 @@ def test_costs_are_means_and_catching_up_is_apart() -> None:
     costs = bench_decoder.costs_of(forwards, apart)
     assert (costs.c, costs.catch_up, costs.o) == pytest.approx((0.2, 0.4, 0.25))
     assert costs.v == pytest.approx({n: 1.0 + 0.25 * (n - 1) for n in range(1, 10)})
+    full = [lane(gamma, *[(seconds(0.2 * gamma), gamma)] * 3) for gamma in (1, 3, 8)]
+    costs = bench_decoder.costs_of(forwards, [apart[0], *full])
+    assert (costs.c, costs.catch_up) == pytest.approx((0.2, 0.0))
 
 
 class Counted:
