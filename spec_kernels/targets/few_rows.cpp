@@ -77,8 +77,8 @@ static void tile(const Number* weight, const float* x, Number* y, int64_t output
     }
 }
 
-// What a tile adds up fits into the registers. For more rows, all tiles but the first find weights in
-// the cache; together they ask for those of the tile after next, in the order of the memory.
+// What a tile adds up fits into the registers. For more rows, all tiles but the first find weights
+// in the cache; together they ask for those of the tile after next, in the order of the memory.
 constexpr int most_rows = 7, most_columns = 2;
 
 template <int rows, int columns, typename Number>
