@@ -15,11 +15,11 @@ plain step there: with drafts in a share `d` of the rounds
 
 All costs are in units of one plain decode step of the same batch and context: `c` is one draft
 step, `v(gamma)` one verification of gamma + 1 tokens per request, `o` what remains of a round
-(sampling, tensor moves, cache state) beyond what a plain step has of it. `catch_up` is what drafting
-costs more behind a round whose drafts were all accepted: a draft model never saw the last of them,
-so its first step takes in two tokens, and where two cost more than one that is paid in a share A of
-the rounds. A single alpha describes an i.i.d. drafter only; multi-token prediction falls off with
-depth: one alpha per position.
+(sampling, tensor moves, cache state) beyond what a plain step has of it. `catch_up` is what
+drafting costs more behind a round whose drafts were all accepted: a draft model never saw the last
+of them, so its first step takes in two tokens, and where two cost more than one that is paid in a
+share A of the rounds. A single alpha describes an i.i.d. drafter only; multi-token prediction falls
+off with depth: one alpha per position.
 
 The roofline half (`Machine`, `Model`, `forward_seconds`) predicts v where nothing was measured:
 a forward takes the longer of its memory time and its arithmetic time.
