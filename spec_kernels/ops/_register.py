@@ -16,8 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
@@ -109,7 +108,7 @@ def _is_watched() -> bool:
     return bool(
         is_dynamo_compiling()  # other tracers are modes
         or _len_torch_dispatch_stack()
-        or peek_interpreter_stack() is not None
+        or _are_functorch_transforms_active()
         or profiler._is_profiler_enabled
     )
 
