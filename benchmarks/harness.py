@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -80,7 +81,7 @@ def measure(
 ) -> dict[K, Times]:
     """Run every variant `repeats` times, in turns, after one turn that does not count.
 
-    Each turn begins one variant later, so that none always finds the caches that another left.
+    Each turn has another order, so that none always finds the caches that a certain other left.
 
     Args:
         variants: name to call; outputs are dropped.
@@ -92,10 +93,10 @@ def measure(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     once = _gpu_seconds if torch.device(device).type == "cuda" else _cpu_seconds
     found: dict[K, list[float]] = {name: [] for name in variants}
-    names = [*variants]
+    names, order = [*variants], random.Random(0)
     for turn in range(repeats + 1):
-        begin = turn % len(names)
-        for name in names[begin:] + names[:begin]:
+        order.shuffle(names)
+        for name in names:
             seconds = once(variants[name], clock)
             if turn:
                 found[name].append(seconds)

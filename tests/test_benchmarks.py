@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import sys
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +97,20 @@ def test_a_wrong_variant_is_not_timed() -> None:
 
 def test_variants_run_in_turns_and_the_first_turn_does_not_count() -> None:
     calls: list[str] = []
-    ticks = iter(range(100))
+    ticks = iter(range(1000))
 
     def clock() -> float:
         return float(next(ticks) ** 2)
 
-    variants = {name: (lambda name=name: calls.append(name)) for name in "ab"}
-    times = harness.measure(variants, repeats=3, clock=clock)
-    assert calls == ["a", "b", "b", "a"] * 2  # each turn begins one later
-    # the call k starts at tick 2k: it lasts (2k + 1)^2 - (2k)^2 = 4k + 1
-    assert times["a"].p50 == 4 * 4 + 1
-    assert times["b"].p50 == 4 * 5 + 1
+    variants = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    times = harness.measure(variants, repeats=31, clock=clock)
+    turns = [tuple(calls[k : k + 3]) for k in range(0, len(calls), 3)]
+    assert len(turns) == 32
+    assert set(turns) == set(permutations("abc"))  # none always follows a certain other
+    for name in "abc":
+        # the call k starts at tick 2k: it lasts (2k + 1)^2 - (2k)^2 = 4k + 1
+        lasted = [4 * k + 1 for k, called in enumerate(calls) if called == name]
+        assert times[name].p50 == statistics.median(lasted[1:])
     assert times["a"].ratio_to(times["b"]) == times["b"].p50 / times["a"].p50
     with pytest.raises(ValueError, match="repeats must be at least 1"):
         harness.measure(variants, repeats=0)
@@ -163,7 +168,7 @@ def test_the_points_of_a_sweep_take_turns() -> None:
     order: list[int] = []
     sweep = [_case(variants={"ours": lambda size=size: order.append(size)}) for size in (1, 2)]
     record = harness.run("none", "seconds", lambda _: [sweep], harness.Options(), repeats=2)
-    assert order == [1, 2, 2, 1, 1, 2]
+    assert [sorted(order[k : k + 2]) for k in (0, 2, 4)] == [[1, 2]] * 3
     assert [set(row["times"]) for row in record["rows"]] == [{"ours"}] * 2
     assert list(harness.each([sweep, sweep[0]])) == [*sweep, sweep[0]]
 
