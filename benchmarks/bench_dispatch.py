@@ -1,10 +1,10 @@
 """What a public operation costs the host beside its work: checks and dispatch.
 
-    python -m benchmarks.bench_dispatch
+    python -m benchmarks.bench_dispatch --repeats 4000
 
 In the place of the layer's function stands one that returns a finished result, so the whole time of
 a call is overhead; under no_grad, where decoders call. On a GPU that is what launching costs before
-the first kernel.
+the first kernel. Many turns, a minute of them: a CPU that others use too changes its speed.
 
 Last line of stdout: one JSON object.
 """
@@ -94,8 +94,9 @@ def without_work(name: str, device: str, call: tuple[Callable[..., Any], Any, An
     return calls
 
 
-def cases(options: harness.Options) -> Iterator[harness.Case]:
-    """Yield every operation."""
+def cases(options: harness.Options) -> Iterator[list[harness.Case]]:
+    """Yield every operation; they take turns, so that none meets a CPU at another speed."""
+    found = []
     for name, call in make_calls(options.device).items():
         settings = {
             "operation": name,
@@ -105,7 +106,8 @@ def cases(options: harness.Options) -> Iterator[harness.Case]:
             "sampling": "temperature 0.7, top-p 0.9",
         }
         variants = {"ours": without_work(name, options.device, call)}
-        yield harness.Case(settings, variants, 0, CALLS, on_host=True)
+        found.append(harness.Case(settings, variants, 0, CALLS, on_host=True))
+    yield found
 
 
 if __name__ == "__main__":

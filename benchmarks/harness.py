@@ -349,6 +349,7 @@ def main(
     options = Options(chosen.device, chosen.full, chosen.compiled)
     flags = [f"--{flag}" for flag in ("full", "compiled") if getattr(chosen, flag)]
     flags += ["--threads", str(chosen.threads)] if chosen.threads != 1 else []
+    flags += ["--repeats", str(chosen.repeats)] if chosen.repeats else []
     if chosen.clock == "cpu":
         flags, metric = [*flags, "--clock cpu"], f"CPU {metric}, while other work shared the cores"
     command = " ".join([f"python -m benchmarks.bench_{name}", *flags])
