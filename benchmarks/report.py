@@ -68,8 +68,7 @@ REMARKS = {
     "mask is made once and untimed. Memory is that of one call beside caches and queries, the mask "
     "included.",
     "dispatch": "The layer's function is replaced by one that returns a finished result: what is "
-    "left is checks and dispatch. The 20th and 80th percentile are of a CPU at full speed, and at "
-    "the speed that others leave of it.",
+    "left is checks and dispatch.",
     "decoder": "*predicted* is the practical model, from v, c, o and alpha that were measured "
     "apart from the run. From few tokens it rests on little.",
     "scaling": "One size changes at a time. The *exponent* is the slope between the smallest and "
