@@ -129,8 +129,7 @@ def ngram_lookup(
         matches = matches & equal
         length += matches
         if back + 1 == min_ngram and can_read(matches) and not matches.any():
-            shape = batch, min(places, width)  # the rest would find nothing
-            return tokens.gather(1, last)[..., None].expand(*shape, count), matches.new_zeros(shape)
+            break  # longer ones would find nothing
     scores = length * (width + 1) + place  # no two alike
     best, start = scores.topk(min(places, width), dim=1)
     found = best >= min_ngram * (width + 1)
