@@ -10,6 +10,7 @@ where `verify_attention` would have led as well (`_Alone`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -239,7 +240,6 @@ class Nodes:
         self._alone = _Alone.find(cache, counts, start, parents)
         self._places: Tensor | None = None
         self._counts = counts
-        self._step: AttentionStep | None = None  # found when a layer first asks for it
         self._sees: Tensor | None = None
 
     def pick(self, grid: Tensor) -> Tensor:
@@ -247,27 +247,35 @@ class Nodes:
         flat = grid.flatten()
         return flat if self._picked is None else flat[self._picked]
 
-    def _set_packed_chains(self, counts: Sequence[int]) -> AttentionStep:
+    @functools.cached_property
+    def _step(self) -> AttentionStep:
+        """What a layer that is not alone attends by; found, with `_queries` and `_places`, when one
+        first asks."""
+        if self._parents is None and self._counts is not None:
+            return self._packed_chains(self._counts)
+        return self._padded_or_tree()
+
+    def _packed_chains(self, counts: Sequence[int]) -> AttentionStep:
         """Say where the queries are: the new nodes of one request behind those of another."""
         cache, start = self._cache, self._start
         ends = [0, *accumulate(max(count - start, 0) for count in counts)]
         self._queries = ends[-1]
-        self._step = AttentionStep(
+        return AttentionStep(
             cache.context_lens + start if start else cache.context_lens,
             torch.tensor(ends, dtype=torch.int32, device=cache.context_lens.device),
             self._nodes - start,
             cache.block_table,
         )
-        return self._step
 
-    def _set_step(self, nodes: int, start: int, tokens: int) -> AttentionStep:
+    def _padded_or_tree(self) -> AttentionStep:
         """Say where the queries are: of a tree that is extended, those before `start` count too."""
         cache, parents, device = self._cache, self._parents, self._num_nodes.device
+        nodes, start = self._nodes, self._start
         first = start if parents is None else 0
         counts = (self._num_nodes.clamp(max=nodes) - first).clamp(min=0)
         ends = pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         is_packed = self._picked is not None and first == start
-        queries = tokens if is_packed else cache.batch * (nodes - first)
+        queries = len(self.positions) if is_packed else cache.batch * (nodes - first)
         index = torch.arange(nodes - first, device=device)
         place = torch.where(index < counts[:, None], ends[:-1, None] + index, queries).long()
         self._places = None if is_packed else self.pick(place[:, start - first :])
@@ -280,10 +288,7 @@ class Nodes:
             depth = below.new_zeros(queries + 1).index_copy(0, flat, below)
             words, depth = words[: self._queries], depth[: self._queries]
         context = cache.context_lens + first
-        self._step = AttentionStep(
-            context, ends, nodes - first, cache.block_table, words, depth, None
-        )
-        return self._step
+        return AttentionStep(context, ends, nodes - first, cache.block_table, words, depth, None)
 
     def attend(
         self,
@@ -330,12 +335,8 @@ class Nodes:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attend to what has been written, with queries where the step looks for them."""
-        step = self._step
-        if step is None and self._parents is None and self._counts is not None:
-            step = self._set_packed_chains(self._counts)
-        elif step is None:
-            step = self._set_step(self._nodes, self._start, len(self.positions))
-        places, values = self._places, self._cache.values[layer]
+        step, values = self._step, self._cache.values[layer]
+        places = self._places  # set with the step
         assert values is not None
         if places is not None:
             blank = query.new_zeros(self._queries, *query.shape[1:])
