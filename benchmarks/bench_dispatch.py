@@ -30,48 +30,48 @@ CALLS = 100
 def make_calls(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]]:
     """Return a call of every operation: function, arguments, keyword arguments."""
     nodes, rows = GAMMA + 1, BATCH * (GAMMA + 1)
-    logits = torch.randn(rows, VOCAB, device=device)
+    logits, target = torch.randn(2, rows, VOCAB, device=device)
     params = SamplingParams.make(0.7, top_p=0.9, batch=BATCH, device=device)
     at = torch.arange(rows, dtype=torch.int32, device=device).view(BATCH, nodes)
     request = (at // nodes).flatten()
-    law = ops.row_law(logits, params, request)
-    tokens = torch.randint(VOCAB, (BATCH, nodes), device=device)
+    law, target_law = (ops.row_law(x, params, request) for x in (logits, target))
+    tokens, judged = torch.randint(VOCAB, (2, BATCH, nodes), device=device)
     count = torch.full((BATCH,), nodes, dtype=torch.int32, device=device)
     draft = Draft(tokens, count, None, logits, law, at - 1)
     coins = torch.rand(BATCH, nodes, dtype=torch.float64, device=device)
-    long = torch.arange(BATCH, device=device)
-    cache = torch.randn(BATCH, 16, 2, 8, device=device)
+    seeds, positions = torch.arange(2 * BATCH, device=device).view(2, BATCH)
+    keys, values = torch.randn(2, BATCH, 16, 2, 8, device=device)
     latent = torch.randn(BATCH, 16, 24, device=device)
     context = torch.full((BATCH,), 8, dtype=torch.int32, device=device)
     starts = torch.arange(BATCH + 1, dtype=torch.int32, device=device) * nodes
-    query = torch.randn(rows, 2, 8, device=device)
-    out = torch.randn(rows, 2, 16, device=device)
+    query, new = torch.randn(2, rows, 2, 8, device=device)
+    latent_query = torch.randn(rows, 2, 16, device=device)
     attended = (context, starts, nodes)
     return {
-        "coins": (ops.coins, (long, long, nodes), {}),
+        "coins": (ops.coins, (seeds, positions, nodes), {}),
         "row_law": (ops.row_law, (logits, params, request), {}),
-        "overlap": (ops.overlap, (logits, law, logits, law), {}),
+        "overlap": (ops.overlap, (target, target_law, logits, law), {}),
         "sample": (ops.sample, (logits, law), {"coins": coins.flatten()}),
         "accept": (
             ops.accept,
-            (draft, logits, params, at, coins, coins[:, 0]),
+            (draft, target, params, at, coins, coins[:, 0]),
             {"max_depth": GAMMA},
         ),
-        "match": (ops.match, (draft, tokens), {"max_depth": GAMMA}),
-        "verify_attention": (ops.verify_attention, (query, cache, cache, *attended), {}),
+        "match": (ops.match, (draft, judged), {"max_depth": GAMMA}),
+        "verify_attention": (ops.verify_attention, (query, keys, values, *attended), {}),
         "verify_attention_mla": (
             ops.verify_attention_mla,
-            (out, query, latent, *attended),
+            (latent_query, query, latent, *attended),
             {"scale": 0.2},
         ),
         "append_cache": (
             ops.append_cache,
-            (cache, cache.clone(), query, query, at.flatten().long()),
+            (keys, values, query, new, at.flatten().long()),
             {},
         ),
         "compact_cache": (
             ops.compact_cache,
-            (CacheTensors.make([cache]), None, context, at[:1].repeat(BATCH, 1), count - 1),
+            (CacheTensors.make([keys, values]), None, context, at[:1].repeat(BATCH, 1), count - 1),
             {},
         ),
     }

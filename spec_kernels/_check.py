@@ -72,7 +72,7 @@ def _has_shape(sizes: Sequence[int], shape: Sequence[int | str]) -> bool:
     if len(sizes) != len(shape):
         return False
     for size, want in zip(sizes, shape, strict=True):
-        if want.__class__ is not str and want != size:
+        if not isinstance(want, str) and want != size:
             return False
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -111,31 +112,46 @@ def recorded(call: Callable[[], Any]) -> tuple[torch._ops.OpOverload, tuple[Any,
     return recorder.seen[-1]
 
 
-def is_direct(*args: Any) -> bool:
-    is_grad = torch.is_grad_enabled()
-    return not _register._is_watched() and _register._describe(args, [], False, is_grad)
+def test_only_what_nobody_watches_passes_by_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call, or one just like it that nobody watched, was good before."""
+    monkeypatch.setattr(eager, "coins", lambda *_: True)
 
+    def coins(*_: Any) -> bool:
+        return False
 
-def test_only_what_nobody_watches_passes_by_the_dispatcher() -> None:
+    is_direct = _register.checked_once()(coins)
+
+    def is_direct_again(*args: Any) -> bool:
+        assert not is_direct(*args)
+        return is_direct(*args)
+
     plain, seen = torch.ones(2), []
     leaf = torch.ones(2, requires_grad=True)
-    assert is_direct(plain, None, 1, 0.5, True, "block", (plain, plain))
-    assert not is_direct(plain, leaf)
+    assert is_direct_again(plain, None, 1, 0.5, True, "block", (plain, plain.clone()))
+    assert is_direct_again((plain, None), plain)
+    assert not is_direct_again(plain, leaf)
+    assert not is_direct_again((plain, leaf))
+    assert is_direct_again((plain, leaf.detach()))
     assert not is_direct((plain, leaf))
-    with torch.no_grad():
-        assert is_direct(plain, (plain, leaf))
-    assert not is_direct(torch.nn.Parameter(plain, requires_grad=False))
-    assert not is_direct(plain.to("meta"))
+    assert not is_direct_again(torch.nn.Parameter(plain, requires_grad=False))
+    assert not is_direct_again(plain.to("meta"))
+    assert not is_direct_again(np.int64(1))
+    assert is_direct_again(1)
+    assert is_direct_again(plain)
     with Recorder():
-        assert not is_direct(plain)
+        assert not is_direct_again(plain)
+        assert not is_direct_again(plain, plain)
     with FakeTensorMode():
-        assert not is_direct(plain)
+        assert not is_direct_again(plain)
     with torch.profiler.profile():
-        assert not is_direct(plain)
-    torch.vmap(lambda x: seen.append(is_direct(x)) or x)(plain)
-    assert seen == [False]
+        assert not is_direct_again(plain)
+    torch.vmap(lambda x: seen.extend([is_direct_again(x), is_direct(plain)]) or x)(plain)
+    assert seen == [False, False]
     compiled = torch.compile(lambda x: x * is_direct(x), backend="eager", fullgraph=True)
     assert torch.equal(compiled(plain), plain * 0)
+    assert is_direct(plain)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_kernels import coins, eager, ops
+from spec_kernels import eager, ops
 from spec_kernels.ops import _register
 from spec_kernels.types import CacheTensors
 from tests.steps import Step
@@ -120,33 +121,71 @@ def test_a_good_call_vouches_for_no_other(form: str, monkeypatch: pytest.MonkeyP
         assert outcome(known, changed) == expected
 
 
-def test_an_equal_signature_is_not_checked_again() -> None:
-    checked: list[str] = []
+@pytest.fixture
+def checked() -> list[Any]:
+    """What `good_coins` was called with."""
+    return []
 
-    def good(seeds: Tensor, root_positions: Tensor, nodes: int) -> Any:
-        checked.append(str(seeds))
-        return coins(seeds, root_positions, nodes)
 
-    good.__name__ = "coins"
-    once = _register.checked_once()(good)
+@pytest.fixture
+def good_coins(checked: list[Any]) -> Callable[..., Any]:
+    """`coins`, with a memory of its own, that tells each call that is checked."""
+
+    def coins(seeds: Tensor, root_positions: Tensor, nodes: int) -> Any:
+        checked.append((len(seeds), nodes))
+        return ops.coins(seeds, root_positions, nodes)
+
+    return _register.checked_once()(coins)
+
+
+def test_an_equal_signature_is_not_checked_again(
+    good_coins: Callable[..., Any], checked: list[Any]
+) -> None:
     for seed in (1, 2, 3):
-        seeds = torch.tensor([seed])
-        assert str(once(seeds, seeds, 2)) == str(coins(seeds, seeds, 2))
-    assert checked == ["tensor([1])"]
-    once(seeds, seeds, nodes=2)
+        seeds, positions = torch.tensor([[seed], [7]])
+        assert str(good_coins(seeds, positions, 2)) == str(ops.coins(seeds, positions, 2))
+    assert checked == [(1, 2)]
+    good_coins(seeds, positions, nodes=2)
     assert len(checked) == 2
 
 
-def test_memory_is_bounded() -> None:
-    checked: list[int] = []
+def test_a_tensor_given_twice_is_like_no_two_tensors(
+    good_coins: Callable[..., Any], checked: list[Any]
+) -> None:
+    for seed in (1, 2, 3):
+        seeds = torch.tensor([seed])
+        assert str(good_coins(seeds, seeds, 2)) == str(ops.coins(seeds, seeds, 2))
+    assert checked == [(1, 2)]
+    for _ in range(2):
+        good_coins(seeds, seeds.clone(), 2)
+    good_coins(seeds, seeds, 2)
+    assert checked == [(1, 2), (1, 2)]
+    with pytest.raises(ValueError, match="root_positions must be"):
+        good_coins(seeds, torch.tensor([1, 2]), 2)
 
-    def good(seeds: Tensor, root_positions: Tensor, nodes: int) -> Any:
-        checked.append(nodes)
 
-    good.__name__ = "coins"
-    once, seeds = _register.checked_once()(good), torch.tensor([1])
-    for nodes in (*range(1, _register.MAX_SIGNATURES + 2), 1):
-        once(seeds, seeds, nodes)
-    assert checked[-2:] == [_register.MAX_SIGNATURES + 1, 1]
-    (known,) = (cell.cell_contents for cell in once.__closure__ if type(cell.cell_contents) is set)
-    assert len(known) == 2
+def test_memory_is_bounded(good_coins: Callable[..., Any], checked: list[Any]) -> None:
+    (forms,) = (
+        cell.cell_contents
+        for cell in good_coins.__closure__  # type: ignore[attr-defined]
+        if type(cell.cell_contents) is list
+    )
+    one, other = torch.tensor([[1], [1]])
+    for nodes in (*range(1, _register.MAX_OPTIONS + 2), 1):
+        good_coins(one, other, nodes)
+    assert [nodes for _, nodes in checked[-2:]] == [_register.MAX_OPTIONS + 1, 1]
+    assert [len(form.known) for form in forms] == [2]
+    for batch in (*range(1, _register.MAX_LIKE + 2), 1, 1):
+        good_coins(*torch.ones(2, batch, dtype=torch.int64), 1)
+    assert [batch for batch, _ in checked[-2:]] == [_register.MAX_LIKE + 1, 1]
+    assert len(forms[0].known[(1,)]) == _register.MAX_LIKE
+    names = ("seeds", "root_positions", "nodes")
+    for order in itertools.permutations(names):
+        for given in range(4):
+            values = dict(zip(names, (one, other, 3), strict=True))
+            args = [values.pop(name) for name in names[:given]]
+            good_coins(*args, **{name: values[name] for name in order if name in values})
+    assert len(forms) == 10
+    forms[:] = forms * 2
+    good_coins(torch.nn.Parameter(one, requires_grad=False), other, 2)
+    assert len(forms) == _register.MAX_FORMS

@@ -11,12 +11,14 @@ layer at once: the same function with the same arguments.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
@@ -28,8 +30,13 @@ LIBRARY: Final[Any] = torch.library.Library(  # type: ignore[no-untyped-call]
 )
 _OPTIONS: Final = frozenset((bool, int, float, str))
 _TUPLES: Final = frozenset((tuple, Draft, Law, SamplingParams))
-MAX_SIGNATURES: Final = 256
-"""Signatures that an operation remembers; then it begins anew."""
+_NOTHING: Final[tuple[Any, Any, Any]] = ({}, (), ())
+MAX_FORMS: Final = 16
+"""Combinations of types that an operation remembers, the newest ones."""
+MAX_OPTIONS: Final = 256
+"""Combinations of options that it remembers of each; then it begins anew."""
+MAX_LIKE: Final = 16
+"""Sets of shapes and dtypes that it remembers of each of these, the newest ones."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,24 +85,19 @@ def checked_once(*, strides: bool = False) -> Callable[[Callable[P, R]], Callabl
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        name, known = function.__name__, set[tuple[Any, ...]]()
+        name, forms = function.__name__, list[_Form]()
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if _is_watched():
                 return function(*args, **kwargs)
-            signature: list[Any] = [len(args), *kwargs]
-            is_grad = torch.is_grad_enabled()
-            if not _describe((*args, *kwargs.values()), signature, strides, is_grad):
-                return function(*args, **kwargs)
-            key = tuple(signature)
-            if key in known:
-                result: R = getattr(eager, name)(*args, **kwargs)
-                return result
+            known, options, tensors = _find(forms, args, kwargs) or _NOTHING
+            for is_like in known.get(options, ()):
+                if is_like(*tensors):
+                    passed: R = getattr(eager, name)(*args, **kwargs)
+                    return passed
             result = function(*args, **kwargs)
-            if len(known) == MAX_SIGNATURES:
-                known.clear()
-            known.add(key)
+            _remember(forms, args, kwargs, strides)
             return result
 
         return call
@@ -113,36 +115,100 @@ def _is_watched() -> bool:
     )
 
 
-def _describe(values: Iterable[Any], signature: list[Any], strides: bool, is_grad: bool) -> bool:
-    """Add all that checks may ask of the values to a signature. Return whether they are plain:
-    options, and tensors on the CPU that autograd does not watch, by themselves or in tuples.
-    Autograd watches nothing while `is_grad` is False."""
-    add = signature.append
-    for value in values:
-        kind = value.__class__
-        if kind is Tensor:
-            if not value.is_cpu or (is_grad and value.requires_grad):
-                return False
-            add(value.shape)
-            add(value.dtype)
-            if strides:
-                add(value.stride())
-        elif value is None:
-            add(None)
-        elif kind in _OPTIONS:
-            add(kind)  # 1, 1.0 and True are equal
-            add(value)
+_Known = dict[tuple[Any, ...], tuple[Callable[..., bool], ...]]
+
+
+class _Form(NamedTuple):
+    """Calls that differ in the values of options and in tensors alone.
+
+    Attributes:
+        take_apart: takes positional and keyword arguments of a call; returns the options and the
+            tensors among them and in their tuples, or None for a call of another form.
+        known: by options, what tells that tensors are like those of a good call.
+    """
+
+    take_apart: Callable[..., tuple[Any, Any] | None]
+    known: _Known
+
+
+def _find(forms: list[_Form], args: Any, kwargs: Any) -> tuple[_Known, Any, Any] | None:
+    """Return what is known of the form of a call, its options and its tensors."""
+    for take_apart, known in forms:
+        parts = take_apart(args, kwargs)
+        if parts is not None:
+            return known, *parts
+    return None
+
+
+def _remember(forms: list[_Form], args: Any, kwargs: Any, strides: bool) -> None:
+    """Add a good call to the forms, if its tensors are on the CPU and none requires a gradient."""
+    found = _find(forms, args, kwargs)
+    if found is None:
+        form = _Form(_write_take_apart(args, kwargs), {})
+        forms[:] = [form, *forms][:MAX_FORMS]
+        found = _find([form], args, kwargs) or _NOTHING
+    known, options, tensors = found
+    if all(x.__class__ is Tensor and x.is_cpu and not x.requires_grad for x in tensors):
+        if options not in known and len(known) == MAX_OPTIONS:
+            known.clear()
+        known[options] = (_likeness(tensors, strides), *known.get(options, ()))[:MAX_LIKE]
+
+
+def _write_take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Write `_Form.take_apart` for the form of a call: straight code, as a walk through the
+    arguments takes longer than all else. What it returns as tensors holds values of classes that
+    the fast way doesn't know, too."""
+    kinds, options, tensors = dict[str, Any](), list[str](), list[str]()
+    lines = [f"if (*kwargs,) != {(*kwargs,)}: return", "values = (*kwargs.values(),)"]
+
+    def add(name: str, value: Any) -> None:
+        if value is None:
+            lines.append(f"if {name} is not None: return")
+            return
+        kind = kinds[f"{name}_kind"] = value.__class__
+        lines.append(f"if {name}.__class__ is not {name}_kind: return")
+        if kind in _OPTIONS:  # 1, 1.0 and True are equal, their classes are not
+            options.append(name)
         elif kind in _TUPLES:
-            add(kind)
-            add(len(value))
-            if not _describe(value, signature, strides, is_grad):
-                return False
+            parts = [f"{name}_{place}" for place in range(len(value))]
+            lines.append(f"if len({name}) != {len(value)}: return")
+            lines.append(f"[{', '.join(parts)}] = {name}")
+            for part in zip(parts, value, strict=True):
+                add(*part)
         elif kind is CacheTensors:  # no check asks for addresses
-            add(kind)
-            add(value.rows)
-            held = (value.tensors, value.table, value.groups)
-            if not _describe(held, signature, strides, is_grad):
-                return False
-        else:  # a subclass of Tensor, a symbolic number, what the checks refuse
-            return False
-    return True
+            for field in ("rows", "tensors", "table", "groups"):
+                lines.append(f"{name}_{field} = {name}.{field}")
+                add(f"{name}_{field}", getattr(value, field))
+        else:
+            tensors.append(name)
+
+    add("args", args)
+    add("values", (*kwargs.values(),))
+    found = (f"({''.join(f'{name}, ' for name in names)})" for names in (options, tensors))
+    lines.append(f"return {', '.join(found)}")
+    exec("\n    ".join(["def take_apart(args, kwargs):", *lines]), kinds)
+    take_apart: Callable[..., Any] = kinds["take_apart"]
+    return take_apart
+
+
+def _likeness(tensors: Sequence[Tensor], strides: bool) -> Callable[..., bool]:
+    """Return what tells that as many other tensors have the same shapes, dtypes and
+    device, and require no gradient: the guard of `torch.compile`."""
+    first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
+    kept = [*reversed(first.values())]
+    any_stride: Any = None if strides else [[None] * tensors[place].dim() for place in kept]
+    guards = TensorGuards(
+        *[tensors[place] for place in kept],
+        dynamic_dims_sizes=None,
+        dynamic_dims_strides=any_stride,
+    )
+    is_like: Callable[..., bool] = guards.check
+    if len(kept) == len(tensors):
+        return is_like
+    places = [first[id(tensor)] for tensor in tensors]
+
+    def is_like_with_repeats(*others: Tensor) -> bool:  # the guard refuses a tensor given twice
+        repeated = [others[place] for place in places]
+        return is_like(*[others[place] for place in kept]) and all(map(is_, others, repeated))
+
+    return is_like_with_repeats
