@@ -47,9 +47,19 @@ def make_calls(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ..
     query, new = torch.randn(2, rows, 2, 8, device=device)
     latent_query = torch.randn(rows, 2, 16, device=device)
     attended = (context, starts, nodes)
+    out, lse = torch.zeros_like(query), torch.zeros(rows, 2, device=device)
+    counts = torch.zeros(BATCH, VOCAB, dtype=torch.int32, device=device)
+    path = at[:1].repeat(BATCH, 1)
+    state, states = torch.zeros(BATCH, 1, 24, device=device), torch.zeros_like(latent[:, :nodes])
     return {
         "coins": (ops.coins, (seeds, positions, nodes), {}),
+        "draft_coins": (ops.draft_coins, (seeds, positions, nodes), {}),
         "row_law": (ops.row_law, (logits, params, request), {}),
+        "adjust_logits_": (
+            ops.adjust_logits_,
+            (logits, request),
+            {"repetition_penalty": params.temperature, "output_counts": counts},
+        ),
         "overlap": (ops.overlap, (target, target_law, logits, law), {}),
         "sample": (ops.sample, (logits, law), {"coins": coins.flatten()}),
         "accept": (
@@ -64,6 +74,7 @@ def make_calls(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ..
             (latent_query, query, latent, *attended),
             {"scale": 0.2},
         ),
+        "merge_attention": (ops.merge_attention, (out, lse, new, lse.clone()), {}),
         "append_cache": (
             ops.append_cache,
             (keys, values, query, new, at.flatten().long()),
@@ -71,7 +82,13 @@ def make_calls(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ..
         ),
         "compact_cache": (
             ops.compact_cache,
-            (CacheTensors.make([keys, values]), None, context, at[:1].repeat(BATCH, 1), count - 1),
+            (CacheTensors.make([keys, values]), None, context, path, count - 1),
+            {},
+        ),
+        "compact_hidden": (ops.compact_hidden, (new.flatten(1), at, path, count - 1), {}),
+        "select_state": (
+            ops.select_state,
+            (CacheTensors.make([state]), CacheTensors.make([states]), path, count - 1),
             {},
         ),
     }
