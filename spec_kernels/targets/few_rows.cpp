@@ -1,5 +1,9 @@
 // Products of few rows with a weight matrix: each weight is read once, and used for all rows.
 // Eight lanes at a time; sums are float32, whatever the numbers are. Built by few_rows.py.
+//
+// Weights are loaded 32 bytes at a time. Eight are float32 lanes as they are. Sixteen in bfloat16
+// are eight words; a bfloat16 is the upper half of a float32, so a shift and a mask make the lanes
+// of the numbers in even and in odd places. Inputs are laid out likewise before the loop.
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -8,14 +12,22 @@
 #endif
 
 typedef float Lanes __attribute__((vector_size(32), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(32)));
-typedef uint16_t Halves __attribute__((vector_size(16), aligned(2)));
+typedef uint32_t Words __attribute__((vector_size(32), aligned(2)));
+
+template <typename Number>
+constexpr int lanes = 32 / sizeof(Number);
+
+template <typename Number>
+constexpr int vectors = sizeof(float) / sizeof(Number);
 
 static inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
 
-static inline Lanes load(const uint16_t* from) {  // bfloat16 is the upper half of a float32
-  Halves halves = *reinterpret_cast<const Halves*>(from);
-  return reinterpret_cast<Lanes>(__builtin_convertvector(halves, Words) << 16);
+static inline void load(const float* from, Lanes (&to)[1]) { to[0] = load(from); }
+
+static inline void load(const uint16_t* from, Lanes (&to)[2]) {
+  Words pairs = *reinterpret_cast<const Words*>(from);
+  to[0] = reinterpret_cast<Lanes>(pairs << 16);
+  to[1] = reinterpret_cast<Lanes>(pairs & 0xffff0000);
 }
 
 static inline float widen(float value) { return value; }
@@ -55,18 +67,19 @@ template <int rows, int columns, typename Number>
 static void tile(const Number* weight, const float* x, Number* y, int64_t outputs, int64_t inputs,
                  const Number* next, int64_t step) {
   Lanes sums[columns][rows] = {};
-  int64_t whole = inputs / 8 * 8;
-  for (int64_t i = 0; i < whole; i += 8) {
+  int64_t whole = inputs / lanes<Number> * lanes<Number>;
+  for (int64_t i = 0; i < whole; i += lanes<Number>) {
     __builtin_prefetch(next);
     next += step;
-    Lanes weights[columns];
+    Lanes weights[columns][vectors<Number>];
     for (int column = 0; column < columns; ++column)
-      weights[column] = load(weight + column * inputs + i);
-    for (int row = 0; row < rows; ++row) {
-      Lanes numbers = load(x + row * inputs + i);
-      for (int column = 0; column < columns; ++column)
-        sums[column][row] = multiply_add(weights[column], numbers, sums[column][row]);
-    }
+      load(weight + column * inputs + i, weights[column]);
+    for (int row = 0; row < rows; ++row)
+      for (int vector = 0; vector < vectors<Number>; ++vector) {
+        Lanes numbers = load(x + row * inputs + i + 8 * vector);
+        for (int column = 0; column < columns; ++column)
+          sums[column][row] = multiply_add(weights[column][vector], numbers, sums[column][row]);
+      }
   }
   for (int column = 0; column < columns; ++column)
     for (int row = 0; row < rows; ++row) {
@@ -79,7 +92,9 @@ static void tile(const Number* weight, const float* x, Number* y, int64_t output
 
 // What a tile adds up fits into the registers. For more rows, all tiles but the first find weights
 // in the cache; together they ask for those of the tile after next, in the order of the memory.
-constexpr int most_rows = 7, most_columns = 2;
+template <typename Number>
+constexpr int most_rows = vectors<Number> == 1 ? 7 : 6;
+constexpr int most_columns = 2;
 
 template <int rows, int columns, typename Number>
 static void tile_of(int wanted, const Number* weight, const float* x, Number* y, int64_t outputs,
@@ -100,17 +115,25 @@ static void multiply(const Number* weight, const Number* x, Number* y, int64_t o
   static thread_local std::vector<Line> lines;
   lines.resize(rows * inputs / 16 + 1);
   float* wide = lines.data()->numbers;
-  for (int64_t i = 0; i < rows * inputs; ++i) wide[i] = widen(x[i]);
-  int64_t parts = (rows + most_rows - 1) / most_rows, size = (rows + parts - 1) / parts;
+  int64_t whole = inputs / lanes<Number> * lanes<Number>;
+  for (int64_t row = 0; row < rows; ++row) {
+    const Number* from = x + row * inputs;
+    float* to = wide + row * inputs;
+    for (int64_t i = 0; i < whole; i += lanes<Number>)
+      load(from + i, *reinterpret_cast<Lanes(*)[vectors<Number>]>(to + i));
+    for (int64_t i = whole; i < inputs; ++i) to[i] = widen(from[i]);
+  }
+  constexpr int most = most_rows<Number>;
+  int64_t parts = (rows + most - 1) / most, size = (rows + parts - 1) / parts;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t output = 0; output < outputs; output += most_columns)
     for (int64_t part = 0; part < parts; ++part) {
-      int64_t row = part * size, step = (8 * most_columns + parts - 1) / parts;
-      auto call = output + 1 < outputs ? tile_of<most_rows, most_columns, Number>
-                                       : tile_of<most_rows, 1, Number>;
+      int64_t row = part * size, step = (lanes<Number> * most_columns + parts - 1) / parts;
+      auto call = output + 1 < outputs ? tile_of<most, most_columns, Number>
+                                       : tile_of<most, 1, Number>;
       call(rows - row < size ? rows - row : size, weight + output * inputs, wide + row * inputs,
            y + row * outputs + output, outputs, inputs,
-           weight + (output + 2 * most_columns) * inputs + inputs / 8 * part * step, step);
+           weight + (output + 2 * most_columns) * inputs + inputs / lanes<Number> * part * step, step);
     }
 }
 
