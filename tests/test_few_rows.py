@@ -16,7 +16,7 @@ from spec_kernels.targets import few_rows, speed_up_linear_
 from spec_kernels.targets.few_rows import FewRowsLinear
 
 SHAPES = ((1, 1), (7, 3), (8, 8), (33, 61), (5, 129))
-ROWS = (1, 2, 5, 8, 11, 12, 13, 24, 25, 47, 48, 49, 64)
+ROWS = (1, 2, 5, 6, 7, 8, 11, 12, 13, 24, 25, 49, 64, 127, 128, 129)
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ static void tile(const Number* weight, const float* x, Number* y, int64_t output
   Lanes sums[columns][rows] = {};
   int64_t whole = inputs / lanes<Number> * lanes<Number>;
   for (int64_t i = 0; i < whole; i += lanes<Number>) {
-    __builtin_prefetch(next);
+    __builtin_prefetch(next, 0, 2);
     next += step;
     Lanes weights[columns][vectors<Number>];
     for (int column = 0; column < columns; ++column)
@@ -90,8 +90,9 @@ static void tile(const Number* weight, const float* x, Number* y, int64_t output
     }
 }
 
-// What a tile adds up fits into the registers. For more rows, all tiles but the first find weights
-// in the cache; together they ask for those of the tile after next, in the order of the memory.
+// What a tile adds up fits into the registers. More rows take parts, each all outputs of a chunk:
+// the numbers of a part stay in a core's first cache, the weights of a chunk in its second one. All
+// tiles of a chunk together ask for the weights of the next, in the order of the memory.
 template <typename Number>
 constexpr int most_rows = vectors<Number> == 1 ? 7 : 6;
 constexpr int most_columns = 2;
@@ -125,16 +126,21 @@ static void multiply(const Number* weight, const Number* x, Number* y, int64_t o
   }
   constexpr int most = most_rows<Number>;
   int64_t parts = (rows + most - 1) / most, size = (rows + parts - 1) / parts;
+  int64_t chunk = parts == 1 ? 2 * most_columns : 16 * most_columns;
+  int64_t steps = inputs / lanes<Number>, step = (lanes<Number> * most_columns + parts - 1) / parts;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t output = 0; output < outputs; output += most_columns)
-    for (int64_t part = 0; part < parts; ++part) {
-      int64_t row = part * size, step = (lanes<Number> * most_columns + parts - 1) / parts;
-      auto call = output + 1 < outputs ? tile_of<most, most_columns, Number>
-                                       : tile_of<most, 1, Number>;
-      call(rows - row < size ? rows - row : size, weight + output * inputs, wide + row * inputs,
-           y + row * outputs + output, outputs, inputs,
-           weight + (output + 2 * most_columns) * inputs + inputs / lanes<Number> * part * step, step);
-    }
+  for (int64_t begin = 0; begin < outputs; begin += chunk) {
+    const Number* next = weight + (begin + chunk) * inputs;
+    int64_t end = begin + chunk < outputs ? begin + chunk : outputs;
+    for (int64_t row = 0; row < rows; row += size)
+      for (int64_t output = begin; output < end; output += most_columns) {
+        auto call = output + 1 < outputs ? tile_of<most, most_columns, Number>
+                                         : tile_of<most, 1, Number>;
+        call(rows - row < size ? rows - row : size, weight + output * inputs, wide + row * inputs,
+             y + row * outputs + output, outputs, inputs, next, step);
+        next += steps * step;
+      }
+  }
 }
 
 extern "C" {
