@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from spec_kernels import (
+    INVALID_DRAFT,
     INVALID_TARGET,
+    OK,
     PAD_TOKEN,
     Acceptance,
     Draft,
@@ -17,6 +19,7 @@ from spec_kernels import (
     Verifier,
     accept,
     coins,
+    ops,
     row_law,
     sample,
 )
@@ -137,6 +140,43 @@ def test_a_tree_is_coins_then_accept(rule: str, replacement: bool, problem: Prob
         differ += int((want.status != other.status).sum())
     assert kept > 0
     assert differ > 0
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_greedy_requests_need_no_coins(
+    rule: str, is_tree: bool, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the coins are, and whether drafts are good, impossible, or judged by no law."""
+    problem.params = SamplingParams.make([0.0, 1e-6, 0.0, 0.0])
+    statuses, kept = set(), 0
+    for offset in range(60):
+        draft = as_tree(problem) if is_tree else problem.draft
+        logits = problem.logits.clone()
+        best = logits.argmax(1).view(BATCH, NODES)
+        draft.tokens[0, 1] = best[0, 0]
+        draft.tokens[1, 1 + is_tree] = VOCAB + 3 if offset % 2 else best[1, 0]
+        if offset % 3 == 0:
+            logits[3 * NODES, 5] = torch.nan
+        accept_coins, final_coins = coins(problem.seeds + offset, problem.positions, NODES)
+        want = accept(
+            draft,
+            logits,
+            problem.params,
+            problem.row,
+            accept_coins,
+            final_coins,
+            rule=rule,
+            max_depth=NODES - 1,
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "coins", None)
+            got = problem.verify(Verifier(rule), draft=draft, target_logits=logits)
+        assert_equal(got, want)
+        statuses.update(want.status.tolist())
+        kept += int(want.accepted_lens.sum())
+    assert {OK, INVALID_TARGET, INVALID_DRAFT} <= statuses
+    assert kept > 0
 
 
 def test_coupled_trees_emit_what_plain_decoding_draws(problem: Problem) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from spec_kernels import ops
 from spec_kernels._check import check, require
 from spec_kernels.ops._arguments import check_draft, check_logits, check_params
 from spec_kernels.tree import depths
-from spec_kernels.types import PAD_TOKEN, Acceptance, Draft, SamplingParams, invert_id_map
+from spec_kernels.types import (
+    GREEDY_TEMPERATURE,
+    PAD_TOKEN,
+    Acceptance,
+    Draft,
+    SamplingParams,
+    invert_id_map,
+)
 
 RULES = ("block", "token", "coupled")
 
@@ -116,7 +124,11 @@ class Verifier(torch.nn.Module):
                 draft, target_logits, params, seeds, root_positions, target_row
             )
             return ops.match(draft, tokens, max_depth=max_depth)
-        accept_coins, final_coins = ops.coins(seeds, root_positions, nodes)
+        if _is_decided(params):
+            accept_coins = torch.zeros(batch, nodes, dtype=torch.float64)
+            final_coins = accept_coins[:, 0]
+        else:
+            accept_coins, final_coins = ops.coins(seeds, root_positions, nodes)
         return ops.accept(
             draft,
             target_logits,
@@ -163,3 +175,10 @@ class Verifier(torch.nn.Module):
         law = ops.row_law(target_logits, params, request)
         drawn = ops.sample(target_logits, law, noise=(to_rows(seeds[:, None]), positions))
         return torch.cat([drawn.flatten(), drawn.new_full((1,), PAD_TOKEN)])[slot]
+
+
+def _is_decided(params: SamplingParams) -> bool:
+    """Tell, where the host may read it, that all requests are greedy: no coin changes a result."""
+    temperature = params.temperature
+    is_readable = type(temperature) is Tensor and temperature.is_cpu and not is_compiling()
+    return is_readable and bool((temperature < GREEDY_TEMPERATURE).all())
