@@ -77,10 +77,8 @@ def run_programs(seconds: float) -> dict[str, str]:
     """Run the benchmarks of `PROGRAMS`, within `seconds`; return why some have no result. Each may
     take what is left beside `SHARE` for every later one."""
     failed, end = {}, time.monotonic() + seconds
-    for later, (name, arguments) in zip(
-        reversed(range(len(PROGRAMS))), PROGRAMS.items(), strict=True
-    ):
-        left = end - time.monotonic() - SHARE * later
+    for place, (name, arguments) in enumerate(PROGRAMS.items(), start=1):
+        left = end - time.monotonic() - SHARE * (len(PROGRAMS) - place)
         print(f"\n== {name} (at most {max(left, 0):.0f} s)", flush=True)
         command = [sys.executable, "-m", f"benchmarks.bench_{name}", *arguments]
         try:

@@ -66,6 +66,21 @@ class Problem:
         result: Acceptance = verifier(**(arguments | changes))
         return result
 
+    def coins_then_accept(
+        self, rule: str, offset: int = 0, *, max_depth: int = NODES - 1, **changes: Any
+    ) -> Acceptance:
+        """Return what the verifier should, with seeds moved by an offset."""
+        accept_coins, final_coins = coins(self.seeds + offset, self.positions, NODES)
+        arguments: dict[str, Any] = {
+            "draft": self.draft,
+            "target_logits": self.logits,
+            "target_law": self.params,
+            "target_row": self.row,
+            "accept_coins": accept_coins,
+            "final_coins": final_coins,
+        }
+        return accept(**(arguments | changes), rule=rule, max_depth=max_depth)
+
 
 @pytest.fixture
 def problem() -> Problem:
@@ -79,17 +94,7 @@ def assert_equal(got: Acceptance, want: Acceptance) -> None:
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_it_is_coins_then_accept(rule: str, problem: Problem) -> None:
-    accept_coins, final_coins = coins(problem.seeds, problem.positions, NODES)
-    want = accept(
-        problem.draft,
-        problem.logits,
-        problem.params,
-        problem.row,
-        accept_coins,
-        final_coins,
-        rule=rule,
-        max_depth=NODES - 1,
-    )
+    want = problem.coins_then_accept(rule)
     assert_equal(problem.verify(Verifier(rule)), want)
     assert 0 < int(want.accepted_lens.sum()) < 8  # the problem is neither easy nor hopeless
 
@@ -120,19 +125,8 @@ def test_a_tree_is_coins_then_accept(rule: str, replacement: bool, problem: Prob
     for offset in range(60):
         draft = as_tree(problem)
         seeds = problem.seeds + offset
-        accept_coins, final_coins = coins(seeds, problem.positions, NODES)
         want, other = (
-            accept(
-                draft,
-                problem.logits,
-                problem.params,
-                problem.row,
-                accept_coins,
-                final_coins,
-                rule=rule,
-                replacement=mode,
-                max_depth=2,
-            )
+            problem.coins_then_accept(rule, offset, draft=draft, replacement=mode, max_depth=2)
             for mode in (replacement, not replacement)
         )
         assert_equal(problem.verify(verifier, draft=draft, seeds=seeds, max_depth=2), want)
@@ -158,17 +152,7 @@ def test_greedy_requests_need_no_coins(
         draft.tokens[1, 1 + is_tree] = VOCAB + 3 if offset % 2 else best[1, 0]
         if offset % 3 == 0:
             logits[3 * NODES, 5] = torch.nan
-        accept_coins, final_coins = coins(problem.seeds + offset, problem.positions, NODES)
-        want = accept(
-            draft,
-            logits,
-            problem.params,
-            problem.row,
-            accept_coins,
-            final_coins,
-            rule=rule,
-            max_depth=NODES - 1,
-        )
+        want = problem.coins_then_accept(rule, offset, draft=draft, target_logits=logits)
         with monkeypatch.context() as patch:
             patch.setattr(ops, "coins", None)
             got = problem.verify(Verifier(rule), draft=draft, target_logits=logits)

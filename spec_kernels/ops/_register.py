@@ -91,13 +91,16 @@ def checked_once(*, strides: bool = False) -> Callable[[Callable[P, R]], Callabl
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if _is_watched():
                 return function(*args, **kwargs)
-            known, options, tensors = _find(forms, args, kwargs) or _NOTHING
+            found = _find(forms, args, kwargs)
+            known, options, tensors = found or _NOTHING
             for is_like in known.get(options, ()):
                 if is_like(*tensors):
                     passed: R = getattr(eager, name)(*args, **kwargs)
                     return passed
             result = function(*args, **kwargs)
-            _remember(forms, args, kwargs, strides)
+            if found is None:
+                found = _add_form(forms, args, kwargs)
+            _remember(*found, strides)
             return result
 
         return call
@@ -140,14 +143,18 @@ def _find(forms: list[_Form], args: Any, kwargs: Any) -> tuple[_Known, Any, Any]
     return None
 
 
-def _remember(forms: list[_Form], args: Any, kwargs: Any, strides: bool) -> None:
-    """Add a good call to the forms, if its tensors are on the CPU and none requires a gradient."""
-    found = _find(forms, args, kwargs)
-    if found is None:
-        form = _Form(_write_take_apart(args, kwargs), {})
-        forms[:] = [form, *forms][:MAX_FORMS]
-        found = _find([form], args, kwargs) or _NOTHING
-    known, options, tensors = found
+def _add_form(forms: list[_Form], args: Any, kwargs: Any) -> tuple[_Known, Any, Any]:
+    """Add the form of a call, the newest; return what `_find` does then."""
+    take_apart = _write_take_apart(args, kwargs)
+    form = _Form(take_apart, {})
+    forms[:] = [form, *forms][:MAX_FORMS]
+    options, tensors = take_apart(args, kwargs)
+    return form.known, options, tensors
+
+
+def _remember(known: _Known, options: Any, tensors: Any, strides: bool) -> None:
+    """Add a good call to what is known, if its tensors are on the CPU and none requires a
+    gradient."""
     if all(x.__class__ is Tensor and x.is_cpu and not x.requires_grad for x in tensors):
         if options not in known and len(known) == MAX_OPTIONS:
             known.clear()
