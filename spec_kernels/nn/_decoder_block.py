@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -149,11 +150,21 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """
     half = x.shape[-1] // 2
     exact = torch.promote_types(x.dtype, torch.float32)
-    exponents = torch.arange(half, dtype=exact, device=x.device) / half
-    angles = positions[..., None, None].to(exact) * theta**-exponents
+    angles = positions[..., None, None].to(exact) * _signed_frequencies(
+        half, theta, exact, x.device
+    )
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.addcmul(x * cos, x.roll(half, -1), sin)
+
+
+@functools.lru_cache(maxsize=16)
+def _signed_frequencies(
+    half: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return `[2 * half]` radians per position: the cosine is the same for both halves, the sine
+    has opposite signs."""
+    frequencies = theta ** -(torch.arange(half, dtype=dtype, device=device) / half)
+    return torch.cat([-frequencies, frequencies])
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ The logits may have columns of their own (`draft_to_target`): drafts are ids of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -106,10 +107,11 @@ class Growing:
 
 
 class _Children(NamedTuple):
-    """The children of some nodes: `tokens [batch, parents, k] int64`, and which were drawn."""
+    """The children of some nodes: `tokens [batch, parents, k] int64`, and which were drawn; None =
+    none."""
 
     tokens: Tensor
-    is_drawn: Tensor
+    is_drawn: Tensor | None
 
 
 class _Level(NamedTuple):
@@ -117,12 +119,14 @@ class _Level(NamedTuple):
 
     Attributes:
         logits: `[rows, columns]`.
-        law: of these rows.
+        is_valid: `[rows] bool`, rows that may give children.
+        law: of these rows, if anyone asks for it.
         row: `[batch, parents] int64`.
     """
 
     logits: Tensor
-    law: Law
+    is_valid: Tensor
+    law: Law | None
     row: Tensor
 
 
@@ -142,6 +146,7 @@ class Grower:
         # Greedy requests take the likeliest ids: a batch of such needs neither coins nor laws.
         self._kind = "fixed" if bool(self._is_greedy.all()) else growing.children
         self._is_fixed = state.rule == "coupled" or self._kind == "fixed"
+        self._wants_laws = self._kind != "fixed" or isinstance(growing.tree, BestFirst)
         self._ids = growing.draft_to_target
         if self._ids is not None:
             invert_id_map(self._ids, state.vocab_size)  # refuses ids that the target lacks
@@ -228,6 +233,7 @@ class Grower:
             is_wanted = (limits[:, None] > depth_now) & (growth.tokens[:, nodes] != PAD_TOKEN)
             shown = (growth.tokens, growth.parents)
             level = self._laws(state, logits, *shown, nodes, is_wanted)
+            assert level.law is not None
             best = self._best(level, k)
             scale = torch.where(level.law.inv_temperature > 0.0, level.law.inv_temperature, 1.0)
             surprise = (level.logits.float() * scale[:, None]).log_softmax(1)
@@ -276,8 +282,9 @@ class Grower:
             state.adjust_(flat, owner, tokens, node, known)
             if self._ids is not None and state.rule != "coupled":
                 flat = flat[:, self._ids]
-        place = torch.arange(rows, device=device).expand(len(nodes))
-        return _Level(flat, row_law(flat, self._params, owner), request.long() * rows + place)
+        law = row_law(flat, self._params, owner) if self._wants_laws else None
+        is_valid = is_wanted.flatten() if law is None else law.status == OK
+        return _Level(flat, is_valid, law, _rows_of_nodes(batch, rows, len(nodes), device))
 
     def _choose(
         self,
@@ -291,13 +298,14 @@ class Grower:
         coins are there unless all are fixed."""
         batch, k = len(level.row), max(counts)
         kind = self._kind if k > 1 or self._kind == "fixed" else "sampled"
-        is_drawn = torch.ones(batch, len(counts), k, dtype=torch.bool, device=level.row.device)
         best = None
         if kind in ("fixed", "mixed") or (self._has_greedy and k > 1):
             best = self._best(level, k)[level.row]
         if coins is None:
             assert best is not None
-            return _Children(self._to_target(state, best), ~is_drawn)
+            return _Children(self._to_target(state, best), None)
+        assert level.law is not None
+        is_drawn = torch.ones(batch, len(counts), k, dtype=torch.bool, device=level.row.device)
         flat_coins = coins[..., :k].flatten(0, 1)
         row = level.row.flatten()
         is_shared = len(level.logits) < len(row)
@@ -327,8 +335,7 @@ class Grower:
 
     def _best(self, level: _Level, k: int) -> Tensor:
         """Return the k likeliest columns of each row, `[rows, k]`; `PAD_TOKEN` in invalid ones."""
-        is_valid = level.law.status[:, None] == OK
-        return torch.where(is_valid, top_children(level.logits, k), PAD_TOKEN)
+        return torch.where(level.is_valid[:, None], top_children(level.logits, k), PAD_TOKEN)
 
     def _to_target(self, state: DecodingState, columns: Tensor) -> Tensor:
         """Turn columns of the logits into ids of the target."""
@@ -344,7 +351,8 @@ class Grower:
         parents = None if parents is None else parents[:, : tokens.shape[1]]
         if self._is_fixed:
             return Draft(tokens, num_nodes, parents)
-        law = Law(*map(torch.cat, zip(*(level.law for level in levels), strict=True)))
+        laws = [level.law for level in levels if level.law is not None]
+        law = Law(*map(torch.cat, zip(*laws, strict=True)))
         logits = torch.cat([level.logits for level in levels])
         return Draft(tokens, num_nodes, parents, logits, law, rows)
 
@@ -357,18 +365,35 @@ def _append(
     found: _Children,
     row: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Append the children of a level to tokens and rows; `row [batch, parents]` of their laws. What
-    hangs on padding is padding."""
-    inner = template.inner(depth)
-    place = {node: index for index, node in enumerate(inner)}
-    new = range(*template.levels[depth + 1])
-    above = [place[template.parents[node]] for node in new]
-    parent = torch.tensor(above, device=tokens.device)
-    rank = torch.tensor([template.ranks[node] for node in new], device=tokens.device)
-    is_there = (tokens[:, inner] != PAD_TOKEN)[:, parent]
+    """Append the children of a level to tokens, and to the rows of laws if any were drawn; `row
+    [batch, parents]` of their laws. What hangs on padding is padding."""
+    above, parent, rank = _new_children(template, depth, tokens.device)
+    is_there = tokens[:, above] != PAD_TOKEN
     children = torch.where(is_there, found.tokens[:, parent, rank], PAD_TOKEN)
-    drawn = torch.where(found.is_drawn[:, parent, rank], row[:, parent], -1)
-    return torch.cat([tokens, children], 1), torch.cat([rows, drawn.to(torch.int32)], 1)
+    if found.is_drawn is not None:
+        drawn = torch.where(found.is_drawn[:, parent, rank], row[:, parent], -1)
+        rows = torch.cat([rows, drawn.to(torch.int32)], 1)
+    return torch.cat([tokens, children], 1), rows
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of_nodes(batch: int, rows: int, nodes: int, device: torch.device) -> Tensor:
+    """Return the row of each node, `[batch, nodes] int64`: its own, or one that all share."""
+    place = torch.arange(rows, device=device).expand(nodes)
+    return torch.arange(batch, device=device)[:, None] * rows + place
+
+
+@functools.lru_cache(maxsize=256)
+def _new_children(
+    template: TreeTemplate, depth: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each node below a depth its parent, the number of that among the nodes of the depth
+    that have children, and its place among its siblings, `[nodes] int64` each."""
+    inner, new = template.inner(depth), range(*template.levels[depth + 1])
+    above = [template.parents[node] for node in new]
+    numbers = above, [inner.index(node) for node in above], [template.ranks[node] for node in new]
+    one, two, three = (torch.tensor(each, device=device) for each in numbers)
+    return one, two, three
 
 
 def num_nodes_of(tokens: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ serves every depth.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -39,7 +40,7 @@ from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
 from spec_kernels.proposers.heads import fit_hidden
 from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
-from spec_kernels.targets import Nodes, make_room
+from spec_kernels.targets import Nodes, can_read, make_room
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
 MOST_WAITING: Final = 64
@@ -280,9 +281,11 @@ class MTPSession:
         line = _line_up(new, count, shown)
         width = line.tokens.shape[1]
         skip = _missing(depth, start)[:, None]
-        place = torch.arange(width, device=skip.device)
-        taken = (place + skip).clamp(max=width - 1)
-        tokens, parents = line.tokens.gather(1, taken), line.parents.gather(1, taken)
+        taken = place = torch.arange(width, device=skip.device).expand(len(skip), -1)
+        tokens, parents = line.tokens, line.parents
+        if not can_read(skip) or skip.any():  # a text is shorter than the depths but once
+            taken = (place + skip).clamp(max=width - 1)
+            tokens, parents = tokens.gather(1, taken), parents.gather(1, taken)
         inputs = _pick(waiting, taken.clamp(max=waiting.shape[1] - 1))
         if above is not None:
             known = parents if above.start is start else parents - (above.start - start)[:, None]
@@ -291,8 +294,9 @@ class MTPSession:
         num_nodes = (line.length - skip[:, 0]).clamp(min=0).to(torch.int32)
         hung = (parents - skip).clamp(min=-1).to(torch.int32) if line.is_tree else None
         states = self._compute(depth, inputs, tokens, num_nodes, hung)
-        back = (place - skip).clamp(min=0)  # from the places computed to those of the line
-        self._fed.append(_Fed(start, count, most, new, _pick(states, back)))
+        if taken is not place:  # from the places computed to those of the line
+            states = _pick(states, (place - skip).clamp(min=0))
+        self._fed.append(_Fed(start, count, most, new, states))
 
     def _compute(
         self, depth: int, inputs: Tensor, tokens: Tensor, num_nodes: Tensor, parents: Tensor | None
@@ -309,14 +313,11 @@ class MTPSession:
         cache, nodes = self.caches[depth - 1], tokens.shape[1]
         counts = make_room(cache, num_nodes, nodes, is_tree=parents is not None)
         new = Nodes(cache, num_nodes, nodes, counts, parents=parents)
-        chosen = new.pick(torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape))
-        given = (depth, inputs.flatten(0, 1)[chosen], tokens.flatten()[chosen], new)
+        given = (depth, new.pick(inputs), new.pick(tokens), new)
         out = self._run(*given)
         if new.is_spoiled(out):
             out = self._run(*given)
-        if not len(out):
-            return torch.zeros_like(inputs)
-        return out[new.row.clamp(min=0).long()]
+        return new.spread(out)
 
     def _new_tokens(self, start: Tensor, count: Tensor, most: int) -> Tensor:
         """Return the committed tokens that a module has not seen, `[batch, width]`."""
@@ -373,4 +374,10 @@ def _join(first: Tensor, have: Tensor, then: Tensor, more: Tensor) -> Tensor:
 
 def _pick(states: Tensor, place: Tensor) -> Tensor:
     """Return `states[b, place[b, i]]`, `[batch, n, size]`, of `states [batch, nodes, size]`."""
-    return states[torch.arange(len(states), device=states.device)[:, None], place]
+    return states[_requests(len(states), states.device), place]
+
+
+@functools.lru_cache(maxsize=64)
+def _requests(batch: int, device: torch.device) -> Tensor:
+    """Return the number of each request, `[batch, 1] int64`."""
+    return torch.arange(batch, device=device)[:, None]

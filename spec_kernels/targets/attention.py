@@ -124,9 +124,15 @@ class _Alone:
     def find(
         cache: KVCache, counts: Sequence[int] | None, start: int, parents: Tensor | None
     ) -> _Alone | None:
-        """Return the request if there is one such, and it has few nodes."""
+        """Return the request if there is one such, it has few nodes, and the cache need not know
+        where they go."""
         active = [b for b, count in enumerate(counts or ()) if count > start]
-        if len(active) != 1 or cache.block_table is not None or not cache.context_lens.is_cpu:
+        if (
+            len(active) != 1
+            or cache.block_table is not None
+            or cache.clears
+            or not cache.context_lens.is_cpu
+        ):
             return None
         assert counts is not None
         request, count = active[0], counts[active[0]]
@@ -224,6 +230,7 @@ class Nodes:
         self._start, self._nodes = start, nodes
         device = num_nodes.device
         self._picked = None if counts is None else _real_places(counts, start, nodes, device)
+        self._is_full = self._picked is None  # all places of the grid are computed
         node = torch.arange(start, nodes, device=device).expand(cache.batch, -1)
         depth = node if parents is None else depths(parents, num_nodes)[:, start:].clamp(min=0)
         position = cache.context_lens[:, None].long() + depth
@@ -231,21 +238,39 @@ class Nodes:
             self.row = padded_rows(num_nodes, cache.batch, nodes, start)
             position = torch.where(node < num_nodes[:, None], position, 0)
         else:
-            row = torch.full(node.shape, -1, dtype=torch.int32, device=device)
             number = torch.arange(len(self._picked), dtype=torch.int32, device=device)
-            row.view(-1)[self._picked] = number
+            self._is_full = len(number) == node.numel()
+            row = number if self._is_full else number.new_full((node.numel(),), -1)
+            if not self._is_full:
+                row[self._picked] = number
+            row = row.view(node.shape)
             self.row = pad(row, (start, 0), value=-1) if start else row
         self.positions = self.pick(position)
-        self._slots = self.pick(cache.slots(num_nodes, nodes, start=start))
         self._alone = _Alone.find(cache, counts, start, parents)
         self._places: Tensor | None = None
         self._counts = counts
         self._sees: Tensor | None = None
 
     def pick(self, grid: Tensor) -> Tensor:
-        """Return the entries of the new nodes, `[tokens]`, from a grid `[batch, nodes - start]`."""
-        flat = grid.flatten()
-        return flat if self._picked is None else flat[self._picked]
+        """Return the entries of the new nodes, `[tokens, ...]`, from a grid `[batch, nodes - start,
+        ...]`."""
+        flat = grid.flatten(0, 1)
+        return flat if self._is_full else flat[self._picked]
+
+    def spread(self, found: Tensor) -> Tensor:
+        """Return a grid `[batch, nodes - start, ...]` of what was found for the new nodes,
+        `[tokens, ...]`; arbitrary in other places."""
+        shape = self._cache.batch, self._nodes - self._start
+        if self._is_full:
+            return found.view(*shape, *found.shape[1:])
+        if not len(found):
+            return found.new_zeros(*shape, *found.shape[1:])
+        return found[self.row[:, self._start :].clamp(min=0).long()]
+
+    @functools.cached_property
+    def _slots(self) -> Tensor:
+        """Where the cache puts the new rows; asked for unless the request is alone."""
+        return self.pick(self._cache.slots(self._num_nodes, self._nodes, start=self._start))
 
     @functools.cached_property
     def _step(self) -> AttentionStep:
@@ -374,8 +399,9 @@ class Nodes:
         """Return which new nodes each one sees, `[tokens, tokens] bool`."""
         if self._sees is None:
             shape = (self._cache.batch, self._nodes - self._start)
-            request = torch.arange(shape[0], device=self._slots.device)[:, None]
-            node = torch.arange(self._start, self._nodes, device=self._slots.device)
+            device = self._num_nodes.device
+            request = torch.arange(shape[0], device=device)[:, None]
+            node = torch.arange(self._start, self._nodes, device=device)
             request, node = self.pick(request.expand(shape)), self.pick(node.expand(shape))
             if self._parents is None:
                 inside = node <= node[:, None]

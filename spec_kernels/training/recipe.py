@@ -60,7 +60,109 @@ TRAINING_TOPICS: Final = (
     "the telephone",
     "recycling",
     "public speaking",
+    "Mars",
+    "antibiotics",
+    "the Renaissance",
+    "elephants",
+    "algebra",
+    "camping",
+    "the Vikings",
+    "tides",
+    "podcasts",
+    "coral reefs",
+    "the Cold War",
+    "origami",
+    "bridges",
+    "pasta",
+    "the Sahara",
+    "artificial intelligence",
+    "rice farming",
+    "the Wright brothers",
+    "butterflies",
+    "inflation",
+    "ballet",
+    "the periodic table",
+    "tunnels",
+    "the Amazon river",
+    "fairy tales",
+    "sugar",
+    "the human brain",
+    "submarines",
+    "basketball",
+    "the Aztecs",
+    "fungi",
+    "cryptography",
+    "the guitar",
+    "job interviews",
+    "the ozone layer",
+    "horses",
+    "the Middle Ages",
+    "probability",
+    "knitting",
+    "allergies",
+    "the Suez Canal",
+    "comets",
+    "street food",
+    "bacteria",
+    "copyright",
+    "the piano",
+    "wetlands",
+    "the Mongol Empire",
+    "clouds",
+    "time management",
+    "dolphins",
+    "microscopes",
+    "the Constitution of the United States",
+    "skiing",
+    "salt",
+    "the Milky Way",
+    "spiders",
+    "taxes",
+    "theatre",
+    "nuclear power",
+    "bamboo",
+    "the Phoenicians",
+    "lungs",
+    "airports",
+    "haiku",
+    "forest fires",
+    "the Panama Canal",
+    "chemistry in the kitchen",
+    "insulin",
+    "crocodiles",
+    "typography",
+    "the Great Depression",
+    "rowing",
+    "lightning",
+    "wool",
+    "video games",
+    "the Maya calendar",
+    "eyesight",
+    "drones",
+    "sharks",
+    "renting a flat",
+    "the Ottoman Empire",
+    "rainbows",
+    "bees in the city",
+    "stamps",
+    "open source software",
+    "the Alps",
+    "ants",
+    "marketing a small shop",
+    "pottery",
+    "satellites",
+    "vitamins",
+    "the Black Death",
+    "soap",
+    "football",
+    "calculus",
+    "opera",
+    "batteries",
+    "parrots",
+    "concrete",
 )
+
+_TOPICS_AT_ONCE: Final = 50
 
 TEMPLATES: Final = (
     "Explain {} to a ten-year-old child.",
@@ -128,17 +230,22 @@ HELD_OUT_CODING_TASKS: Final = tuple(
 
 
 def training_prompts(seed: int) -> list[str]:
-    """Return every template with every topic, and the coding tasks, in an order from the seed.
+    """Return every template with every topic, 50 topics after another, and with the first 50 the
+    coding tasks; in an order from the seed.
 
-    Any first part of them is a fair sample of all.
+    So a longer training adds topics, and keeps the text that a shorter one has.
 
     Example:
         >>> len(training_prompts(0))
-        816
+        2416
     """
-    prompts = [template.format(topic) for topic in TRAINING_TOPICS for template in TEMPLATES]
-    prompts += CODING_TASKS
-    random.Random(seed).shuffle(prompts)
+    order, prompts = random.Random(seed), []
+    for start in range(0, len(TRAINING_TOPICS), _TOPICS_AT_ONCE):
+        topics = TRAINING_TOPICS[start : start + _TOPICS_AT_ONCE]
+        part = [template.format(topic) for topic in topics for template in TEMPLATES]
+        part += CODING_TASKS if start == 0 else ()
+        order.shuffle(part)
+        prompts += part
     return prompts
 
 

@@ -42,13 +42,13 @@ def top_children(logits: Tensor, k: int) -> Tensor:
     check("logits", logits, ["rows", "vocab"], _SCORES)
     require(k >= 1, f"k must be at least 1, got {k}")
     rows, vocab = logits.shape
-    values = torch.where(logits.isnan(), -math.inf, logits)
+    values = logits.nan_to_num(-math.inf, math.inf, -math.inf)
     ids = torch.full((rows, k), PAD_TOKEN, dtype=torch.int64, device=logits.device)
     for place in range(min(k, vocab)):
-        best = values.argmax(1, keepdim=True)  # the first of the largest
-        is_real = values.gather(1, best) > -math.inf
-        ids[:, place : place + 1] = torch.where(is_real, best, PAD_TOKEN)
-        values = values.scatter(1, best, -math.inf)
+        largest, best = values.max(1, keepdim=True)  # the first of the largest
+        ids[:, place : place + 1] = torch.where(largest > -math.inf, best, PAD_TOKEN)
+        if place + 1 < k:
+            values = values.scatter(1, best, -math.inf)
     return ids
 
 
