@@ -40,7 +40,7 @@ def make_variants(
 ) -> dict[str, Callable[[list[int]], list[int]]]:
     """Return functions from prompt ids to generated ids."""
     target = TransformersTarget(model)
-    proposer = NgramProposer(max_ngram=4, min_ngram=2)  # what the command line uses
+    proposer = NgramProposer()
 
     def ours(decoder: Decoder) -> Callable[[list[int]], list[int]]:
         def call(prompt: list[int]) -> list[int]:

@@ -9,24 +9,34 @@ from hypothesis import strategies as st
 
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.proposers import DraftModelProposer, NgramProposer, ngram_lookup
+from spec_kernels.proposers.ngram import PLACES, WINDOW
 from spec_kernels.targets import TableTarget
 from tests.tiny_models import assert_holds, gpt, plain
 
 
-def lookup_by_hand(row: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
-    """The definition, one row at a time."""
-    for length in range(longest, shortest - 1, -1):
-        for start in range(len(row) - 1, length - 1, -1):
-            if row[start - length : start] == row[len(row) - length :]:
-                grown = list(row)
-                for _ in range(count):
-                    grown.append(grown[len(grown) - len(row) + start])
-                return grown[len(row) :]
-    return None
+def lookup_by_hand(row: list[int], longest: int, shortest: int, count: int) -> list[list[int]]:
+    """The definition, one row at a time: what follows each match, the best first."""
+    matches = []
+    for start in range(1, len(row)):
+        length = 0
+        while length < min(longest, start) and row[start - 1 - length] == row[-1 - length]:
+            length += 1
+        near = row[max(start - WINDOW, 0) : start]
+        alike = sum(token in near for token in row[-WINDOW:])
+        matches.append((length, start, alike))
+    closer = sorted(matches, reverse=True)[:PLACES]
+    used = [m for m in closer if m[0] >= shortest or (m[0] > 0 and m[2] >= WINDOW // 2)]
+    found = []
+    for _, start, _ in sorted(used, key=lambda m: (m[0], m[2], m[1]), reverse=True):
+        grown = list(row)
+        for _ in range(count):
+            grown.append(grown[len(grown) - len(row) + start])
+        found.append(grown[len(row) :])
+    return found
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=40), min_size=1, max_size=4),
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(1, 6),
@@ -41,9 +51,31 @@ def test_lookup_equals_its_definition(
     lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
     drafts, found = ngram_lookup(tokens, lens, longest, shortest, count)
     for row, draft, is_found in zip(rows, drafts.tolist(), found.tolist(), strict=True):
-        expected = lookup_by_hand(row, longest, shortest, count)
-        assert is_found == [expected is not None]
-        assert expected is None or draft == [expected]
+        expected = lookup_by_hand(row, longest, shortest, count)[:1]
+        assert is_found == [bool(expected)]
+        assert not expected or draft == expected
+
+
+def test_a_copy_is_found_again_behind_a_change() -> None:
+    """One token was changed, and the token behind it stands in several places."""
+    copied = [1, 2, 3, 4, 5, 6, 9, 7, 8, *range(10, 18), 9, 18, 19, 9, 3]
+    row = torch.tensor([[*copied, 1, 2, 3, 4, 5, 0, 9]])
+    lens = torch.tensor([row.shape[1]], dtype=torch.int32)
+    for shortest in (1, 2):
+        assert ngram_lookup(row, lens, 4, shortest, 3)[0].tolist() == [[[7, 8, 10]]]
+    unlike = torch.tensor([[*copied[6:], *range(20, 30), 9]])
+    lens = torch.tensor([unlike.shape[1]], dtype=torch.int32)
+    assert ngram_lookup(unlike, lens, 4, 1, 1)[0].tolist() == [[[3]]]  # the most recent one
+    assert ngram_lookup(unlike, lens, 4, 2, 1)[1].tolist() == [[False]]
+
+
+def test_the_most_recent_matches_are_looked_at() -> None:
+    for others, drafted in ((PLACES - 1, 7), (PLACES, 100 + PLACES)):
+        between = [token for i in range(1, others + 1) for token in (9, 100 + i)]
+        between = [*range(20, 30), *between]
+        row = torch.tensor([[1, 2, 3, 4, 5, 6, 9, 7, *between, 1, 2, 3, 4, 5, 0, 9]])
+        lens = torch.tensor([row.shape[1]], dtype=torch.int32)
+        assert ngram_lookup(row, lens, 4, 1, 1)[0].item() == drafted
 
 
 def test_the_longest_match_wins_then_the_most_recent() -> None:
@@ -62,7 +94,7 @@ def test_ngram_refuses_bad_lengths() -> None:
 def test_rows_without_room_or_match_get_no_drafts() -> None:
     """Public cases B223, B204: limits of 3, 0, absent, and a row that never repeats."""
     target = TableTarget(torch.eye(9))
-    decoder = Decoder(target, NgramProposer(), gamma=3)
+    decoder = Decoder(target, NgramProposer(min_ngram=1), gamma=3)
     prompts = ([1, 2, 1], [1, 2, 1], [1, 2, 1], [1, 2, 3])
     run = decoder.start([Request(prompt) for prompt in prompts])
     limits = torch.tensor([3, 0, -1, 3], dtype=torch.int32)

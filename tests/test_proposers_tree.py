@@ -29,21 +29,13 @@ def draft_of(run: Run, limits: list[int]) -> Draft:
 
 def merge_by_hand(row: list[int], nodes: int, limit: int) -> tuple[list[int], list[int]]:
     """Insert continuations, the best match first, into a trie, one token at a time."""
-    last, found = len(row) - 1, []
-    for start in range(1, len(row)):
-        length = 0
-        while length < min(3, start) and row[start - 1 - length] == row[last - length]:
-            length += 1
-        if length:
-            found.append((-length, -start))
     tokens, parents = [row[-1]], [-1]
-    for _, minus in sorted(found)[:16]:
-        grown, at = list(row), 0
-        for _ in range(limit):
-            grown.append(grown[len(grown) - len(row) - minus])
-            known = [i for i in range(len(tokens)) if (parents[i], tokens[i]) == (at, grown[-1])]
+    for continuation in lookup_by_hand(row, 4, 2, limit):
+        at = 0
+        for token in continuation:
+            known = [i for i in range(len(tokens)) if (parents[i], tokens[i]) == (at, token)]
             if not known:
-                tokens.append(grown[-1])
+                tokens.append(token)
                 parents.append(at)
             at = known[0] if known else len(tokens) - 1
     return tokens[:nodes], parents[:nodes]
@@ -66,13 +58,11 @@ def test_ngram_trees_equal_their_definition(
         drawn = [-1] if draft.parents is None else draft.parents[b, :count].tolist()  # roots alone
         assert (draft.tokens[b, :count].tolist(), drawn) == (tokens, parents)
         assert (draft.tokens[b, count:] == PAD_TOKEN).all()
-        best = lookup_by_hand(row, 3, 1, limit)
-        assert best is None or tokens[1 : limit + 1] == best[: nodes - 1]
 
 
 def test_absent_requests_get_no_tree() -> None:
     requests = [Request([1, 2, 1]), Request([1, 2, 1]), Request([1, 2, 3])]
-    draft = propose(NgramProposer(nodes=5), requests, [-1, 2, 2])
+    draft = propose(NgramProposer(min_ngram=1, nodes=5), requests, [-1, 2, 2])
     assert draft.num_nodes.tolist() == [0, 3, 1]
     assert draft.tokens.tolist() == [[-1] * 5, [1, 2, 1, -1, -1], [3, -1, -1, -1, -1]]
 

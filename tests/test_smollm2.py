@@ -45,7 +45,7 @@ def decode(
     max_ngram: int = 4,
 ) -> list[tuple[int, ...]]:
     """Return the tokens of all requests; gamma 0 is plain decoding."""
-    proposer = NgramProposer(max_ngram=max_ngram) if gamma else None
+    proposer = NgramProposer(max_ngram, 1) if gamma else None
     decoder = Decoder(target, proposer, gamma=gamma, rule=rule, eos_ids=[EOS])
     return [output.tokens for output in decoder.generate(requests)]
 

@@ -1,12 +1,14 @@
 """Draft by looking the last tokens up in the prompt and the output: no model, no probabilities.
 
 1. For every earlier place of the row, count how many tokens before it equal the last tokens of the
-   row, up to `max_ngram`.
-2. Take the place with the longest match of at least `min_ngram` tokens; among equals the most
-   recent one.
-3. Draft what followed it. If that reaches the end of the row, go on with its own beginning: a
+   row, up to `max_ngram`. The longest matches, of these the most recent, are looked at closer.
+2. Their *likeness*: how many of the last `WINDOW` tokens of the row stand among the `WINDOW` before
+   the place. A text that is copied with changes is found again where it went on.
+3. Take the place with the longest match of at least `min_ngram` tokens, or with a shorter one where
+   half of the window is alike; among equals the one with the most likeness, then the most recent.
+4. Draft what followed it. If that reaches the end of the row, go on with its own beginning: a
    match d places back predicts a repetition with period d.
-4. For a tree, do so for the best places and merge what followed them: the best continuation whole,
+5. For a tree, do so for the best places and merge what followed them: the best continuation whole,
    then of each next one what is new, until the nodes are used up.
 
 The drafts are fixed (one-hot law), so any rule keeps the output exact.
@@ -26,8 +28,11 @@ from spec_kernels.targets.base import can_read
 from spec_kernels.tree import MAX_NODES
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
-_PLACES: Final = 16
-"""Most places that a tree merges the continuations of; many of them continue alike."""
+PLACES: Final = 16
+"""Matches that are looked at closer, and most that a tree merges the continuations of."""
+
+WINDOW: Final = 10
+"""Tokens in which likeness is counted."""
 
 
 class NgramProposer:
@@ -35,7 +40,7 @@ class NgramProposer:
 
     Args:
         max_ngram: longest match that is looked for.
-        min_ngram: shortest match that is used.
+        min_ngram: shortest match that is used whatever stands before it.
         nodes: most nodes of a tree, its root included; None = a chain.
 
     Raises:
@@ -43,13 +48,13 @@ class NgramProposer:
 
     Note:
         Vectorised over the batch, on the device, without synchronisation; a row is never read past
-        its length. Traffic: `max_ngram` passes over the tokens of the batch; on a CPU `min_ngram`
-        where nothing matches.
+        its length. Traffic: `max_ngram` passes over the tokens of the batch; on a CPU one where
+        nothing matches.
     """
 
     wants_hidden = False
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, *, nodes: int | None = None) -> None:
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 2, *, nodes: int | None = None) -> None:
         require(
             1 <= min_ngram <= max_ngram,
             f"min_ngram must be in [1, max_ngram = {max_ngram}], got {min_ngram}",
@@ -73,7 +78,7 @@ class NgramProposer:
         """Draft fixed tokens up to `limits[b]` deep; none where nothing matches."""
         if gamma == 0:
             return root_draft(state, limits)
-        places = 1 if self.nodes is None else _PLACES
+        places = 1 if self.nodes is None else PLACES
         row = state.tokens[:, : state.longest]
         tokens, found = ngram_lookup(
             row, state.lens, self.max_ngram, self.min_ngram, gamma, places=places
@@ -98,15 +103,16 @@ class NgramProposer:
 def ngram_lookup(
     tokens: Tensor, lens: Tensor, max_ngram: int, min_ngram: int, count: int, *, places: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Continue each row from the longest, then most recent, earlier matches of its last tokens.
+    """Continue each row from the best earlier matches of its last tokens: the longest, then those
+    with the most likeness, then the most recent.
 
     Args:
         tokens: `[batch, width] int64`.
         lens: `[batch] int32`, at least 1; what stands behind is not read.
         max_ngram: longest match.
-        min_ngram: shortest match.
+        min_ngram: shortest match; a shorter one counts where half of the window is alike.
         count: tokens to return for each match.
-        places: most matches.
+        places: most matches, at most `PLACES`.
 
     Returns:
         continuations `[batch, matches, count] int64`, best match first, and found
@@ -128,16 +134,32 @@ def ngram_lookup(
         equal[:, back + 1 :] = tokens[:, : max(width - back - 1, 0)] == wanted
         matches = matches & equal
         length += matches
-        if back + 1 == min_ngram and can_read(matches) and not matches.any():
+        if can_read(matches) and not matches.any():
             break  # longer ones would find nothing
     scores = length * (width + 1) + place  # no two alike
-    best, start = scores.topk(min(places, width), dim=1)
-    found = best >= min_ngram * (width + 1)
-    start = torch.where(found, start, last)
+    best, start = scores.topk(min(PLACES, width), dim=1)
+    length = best // (width + 1)
+    likeness = _likeness(tokens, last, start)
+    found = (length > 0) & ((length >= min_ngram) | (likeness >= WINDOW // 2))
+    rank = torch.where(found, length * (WINDOW + 1) + likeness, -1)
+    order = rank.argsort(dim=1, descending=True, stable=True)[:, :places]
+    found = found.gather(1, order)
+    start = torch.where(found, start.gather(1, order), last)
     period = last + 1 - start
     offset = torch.arange(count, device=tokens.device) % period[..., None]
     columns = (start[..., None] + offset).flatten(1)
     return tokens.gather(1, columns).view(*start.shape, count), found
+
+
+def _likeness(tokens: Tensor, last: Tensor, start: Tensor) -> Tensor:
+    """Return how many of the `WINDOW` tokens up to `last [batch, 1]` stand among those in front of
+    each `start [batch, places]`, `[batch, places]`."""
+    back = torch.arange(WINDOW, device=tokens.device)
+    own, near = last - back, start[..., None] - 1 - back
+    wanted = torch.where(own >= 0, tokens.gather(1, own.clamp(min=0)), -1)
+    window = tokens.gather(1, near.clamp(min=0).flatten(1)).view(near.shape)
+    window = torch.where(near >= 0, window, -2)
+    return (wanted[:, None, :, None] == window[:, :, None]).any(3).sum(2)
 
 
 def merge_continuations(
