@@ -38,12 +38,13 @@ FORMS: Final = {
     "plain": ("", 0, None),
     "sequential, chain of 1": ("sequential", 1, None),
     "sequential, chain of 3": ("sequential", 3, None),
+    "sequential, tree -1,0,0,1": ("sequential", 2, (-1, 0, 0, 1)),
     "sequential, tree 3-1": ("sequential", 2, (3, 1)),
     "sequential, tree 3-1-1": ("sequential", 3, (3, 1, 1)),
     "parallel, chain of 3": ("parallel", 3, None),
     "parallel, tree 3-1-1": ("parallel", 3, (3, 1, 1)),
 }
-"""By name: kind of the modules, depth, children of each level of a tree."""
+"""By name: kind of the modules, depth, children of each level of a tree or its parents."""
 
 
 def make_decoders(target: Any, modules: dict[str, Any], eos: int) -> dict[str, tuple[Decoder, int]]:
@@ -89,7 +90,7 @@ def describe(row: dict[str, Any]) -> str:
     alpha = " ".join(f"{rate:.2f}" for rate in row["alpha"])
     numbers = (row[name] for name in ("v", "c", "o", "tokens_per_second", "speedup"))
     return (
-        f"{row['form']:24}{row['tokens_per_round']:8.2f}  {alpha:16}"
+        f"{row['form']:27}{row['tokens_per_round']:8.2f}  {alpha:16}"
         + "".join(f"{number:8.2f}" for number in numbers)
         + f"{row['same_text']:6}"
     )
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 lanes[name].append(Lane(decoder, prompt, options.max_new_tokens))
             take_turns([each[-1] for each in lanes.values()])
     print(
-        f"{'form':24}{'/round':>8}  {'alpha by depth':16}{'v':>8}{'c':>8}{'o':>8}"
+        f"{'form':27}{'/round':>8}  {'alpha by depth':16}{'v':>8}{'c':>8}{'o':>8}"
         f"{'tok/s':>8}{'speed':>8}{'same':>6}"
     )
     rows = []

@@ -160,8 +160,11 @@ def test_templates() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DraftModelProposer(MODEL, tree=tree)
-    with pytest.raises(ValueError, match="tree must look like 4,2,2, got '4x2'"):
-        TreeTemplate.parse("4x2")
+    for text in ("4x2", "", "-1,0,-1", "0,-1"):
+        with pytest.raises(
+            ValueError, match=f"tree must look like 4,2,2 or -1,0,0,1, got '{text}'"
+        ):
+            TreeTemplate.parse(text)
 
 
 def test_bad_trees_are_refused() -> None:

@@ -47,7 +47,7 @@ class Drafting:
         weights: directory of trained heads or modules; None = those that come along.
         exit_layer: layers of the target that draft.
         min_ngram: shortest match.
-        tree: children by depth, as "4,2,2".
+        tree: children by depth, as "4,2,2", or parents, as "-1,0,0,1".
         nodes: of a tree that grows.
         children: how the siblings of `tree` are chosen; None = sampled.
     """

@@ -190,7 +190,10 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; repeatable.")] = None,
     min_ngram: Annotated[int, typer.Option(min=1, help="Shortest match of ngram.")] = 2,
     tree: Annotated[
-        str | None, typer.Option(help="Children by depth, as 4,2,2: a tree of drafts with laws.")
+        str | None,
+        typer.Option(
+            help="A tree of drafts with laws: children by depth, 4,2,2, or parents, -1,0,0,1."
+        ),
     ] = None,
     tree_nodes: Annotated[
         int | None, typer.Option(help="Nodes of a tree that grows where drafts are likely.")

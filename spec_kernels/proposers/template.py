@@ -67,17 +67,19 @@ class TreeTemplate:
 
     @staticmethod
     def parse(text: str) -> TreeTemplate:
-        """Read the number of children at each depth from text such as `4,2,2`.
+        """Read the number of children at each depth from text such as `4,2,2`, or parents such as
+        `-1,0,0,1`.
 
         Raises:
             ValueError: see `make`; or the text is no list of numbers.
 
         Example:
-            >>> len(TreeTemplate.parse("4,2,2").parents)
-            29
+            >>> len(TreeTemplate.parse("4,2,2").parents), TreeTemplate.parse("-1,0,0,1").depth
+            (29, 2)
         """
         parts = [part.strip() for part in text.split(",")]
-        require(all(map(str.isdecimal, parts)), f"tree must look like 4,2,2, got {text!r}")
+        are_numbers = all(map(str.isdecimal, parts[parts[0] == "-1" :]))
+        require(are_numbers, f"tree must look like 4,2,2 or -1,0,0,1, got {text!r}")
         return TreeTemplate.make([int(part) for part in parts])
 
     @property
