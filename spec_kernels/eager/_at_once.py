@@ -3,20 +3,23 @@
 Requests of equal size, whose contexts and nodes are one piece, or one each in a contiguous cache,
 need no bookkeeping. The calls are those that `attention` makes, so bits are the same.
 
-Between two calls of large products the code of an operation of torch leaves a core's caches, and
-each kind of them costs tens of microseconds: so all views are made by one kind, `as_strided`.
+Between two calls of large products code leaves a core's caches, and then each kind of operation of
+torch costs tens of microseconds, and Python several times what it costs otherwise. So all views
+are made by one kind, `as_strided`, and what is known of a call is looked up at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from ctypes import string_at
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spec_kernels.eager._positions import Place, bias_of, gather, is_piece
+from spec_kernels.eager._positions import AT_ONCE, Bias, Place, bias_of, gather, is_piece
 
 PACKED: Final = 1 << 16
 """See `is_packed`; 65,536 keys and values are 512 KiB, a core's second cache."""
@@ -32,6 +35,9 @@ CHUNK: Final = 256
 
 GATHERED: Final = 1 << 23
 """Most bytes of keys and values that are put together in one go: a shared cache holds 8 MiB."""
+
+WORDS: Final = 1 << 12
+"""Most bytes of ancestor words by which a call is remembered."""
 
 FUSED: Final[Any] = torch._scaled_dot_product_flash_attention_for_cpu
 """Torch's fused attention. The same of `torch.ops` costs 25 to 75 us more a call."""
@@ -56,13 +62,44 @@ def is_direct(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
+class View(NamedTuple):
+    """A view of a tensor: its sizes and strides, and where it begins in the tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Make the view."""
+        if not self.first:
+            return tensor.as_strided(self.size, self.stride)
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.first)
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a tensor."""
+
+
+def heads_of(query: Layout, nodes: int) -> View:
+    """Turn `[tokens, heads, dim]` into `[requests, heads, nodes, dim]`."""
+    (tokens, heads, dim), (token, head, column) = query
+    return View((tokens // nodes, heads, nodes, dim), (nodes * token, head, token, column))
+
+
+def positions_of(rows: Layout, start: int, stop: int) -> View:
+    """Turn `[requests, positions, heads, dim]` into `[requests, heads, stop - start, dim]`."""
+    (requests, _, heads, dim), (request, position, head, column) = rows
+    size = (requests, heads, stop - start, dim)
+    return View(size, (request, head, position, column), start * position)
+
+
 def by_head(query: Tensor, nodes: int, heads: int) -> Tensor:
     """Turn `[tokens, heads * group, dim]` into `[requests, heads, nodes * group, dim]`."""
     tokens, all_heads, dim = query.shape
+    if heads == all_heads:
+        return heads_of((query.shape, query.stride()), nodes).of(query)
     token, head, column = query.stride()
     requests, group = tokens // nodes, all_heads // heads
-    if group == 1:
-        return query.as_strided((requests, heads, nodes, dim), (nodes * token, head, token, column))
     grouped = query.as_strided(
         (requests, heads, nodes, group, dim), (nodes * token, group * head, token, head, column)
     )
@@ -82,14 +119,6 @@ def by_node(rows: Tensor, nodes: int) -> Tensor:
     return grouped.reshape(requests * nodes, heads * group, *dims).contiguous()
 
 
-def positions(rows: Tensor, start: int, stop: int) -> Tensor:
-    """Turn `[requests, positions, heads, dim]` into `[requests, heads, stop - start, dim]`."""
-    requests, _, heads, dim = rows.shape
-    request, position, head, column = rows.stride()
-    size, first = (requests, heads, stop - start, dim), rows.storage_offset() + start * position
-    return rows.as_strided(size, (request, head, position, column), first)
-
-
 Sums = tuple[Tensor, Tensor]
 """Attention to some positions: out `[requests, heads, rows, v_dim]` and lse without v_dim. A row
 that sees nothing has out 0 and lse -inf."""
@@ -102,34 +131,46 @@ def add_piece(whole: Sums, piece: Sums) -> Sums:
     return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
 
 
+Known = Bias | tuple[None, None]
+
+
 class Plan(NamedTuple):
     """How requests of equal size are attended together.
 
     Attributes:
-        start: where the masked piece begins; all before it is one without a mask.
-        place: of the masked piece.
-        rows: heads that the queries are turned to: those of the cache, or their own.
+        place: of the piece that is masked; all before it is one without a mask.
+        start: where it begins.
+        heads: that the queries are turned to: those of the cache, or their own.
+        query: the view that does so; None = they are copied.
+        keys, values: views of the masked piece, and of the one before it if there is any.
         blocks: of a request.
-        bias: of chains; None for trees, and where nothing is hidden.
+        is_known: whether the bias is; a large one of a tree is made by each call.
+        bias: as of `bias_of`; None of a single node.
         wide: dtype of a bias and of sums.
     """
 
-    start: int
     place: Place
-    rows: int
+    start: int
+    heads: int
+    query: View | None
+    keys: list[View]
+    values: list[View]
     blocks: int
-    bias: Tensor | None
+    is_known: bool
+    bias: Known
     wide: torch.dtype
 
 
 @lru_cache(maxsize=16)
 def plan_for(
-    query: torch.Size,
-    cache: torch.Size,
+    query: Layout,
+    keys: Layout,
+    values: Layout,
     dtype: torch.dtype,
     lens: tuple[int, ...],
     starts: tuple[int, ...],
     table: torch.Size | None,
+    words: bytes | None,
     is_tree: bool,
     limit: int | None,
 ) -> Plan | None:
@@ -137,35 +178,61 @@ def plan_for(
     A plan is made once for all layers of a step.
 
     Args:
-        query, cache, table: shapes.
+        query, keys, values: as they lie.
+        dtype: of all of them.
         lens, starts: `context_lens` and `cu_seqlens_q`.
+        table: its shape.
+        words: ancestor words if they are few.
+        is_tree: whether there are any.
         limit: `max_seqlen_k`.
     """
-    (tokens, heads, dim), batch, (_, size, kv_heads, _) = query, len(lens), cache
+    (tokens, heads, dim), batch, (_, size, kv_heads, _) = query[0], len(lens), keys[0]
     nodes = tokens // batch
     if not nodes or starts != (*range(0, tokens + 1, nodes),) or lens != lens[:1] * batch:
         return None
     if tokens != nodes * batch:  # rows of no request
         return None
     end = lens[0] + nodes
-    if end > capacity_of(cache, table, limit):
+    if end > capacity_of(keys[0], table, limit):
         return None
-    rows = kv_heads if is_packed(nodes, heads, dim, end, dtype) else heads
-    group, start = heads // rows, 0
-    gathered = 0 if table is None else batch * end * kv_heads * 2 * dim * dtype.itemsize
+    turned = kv_heads if is_packed(nodes, heads, dim, end, dtype) else heads
+    group, start = heads // turned, 0
     if not is_piece(nodes * group, end):
         if table is not None or not 1 < nodes <= CHUNK or end > LONG or not lens[0]:
             return None
         start = lens[0]
-    if gathered > GATHERED:
-        return None
+    blocks = -(-end // size)
+    if table is not None:
+        if batch * end * kv_heads * 2 * dim * dtype.itemsize > GATHERED:
+            return None
+        shape = batch, blocks * size, kv_heads, dim
+        strides = blocks * size * kv_heads * dim, kv_heads * dim, dim, 1
+        keys = values = shape, strides
     place = Place(lens[0] - start, end - start, end - start, nodes, group)
     wide = torch.promote_types(dtype, torch.float32)
-    bias = bias_of(place, None, wide)[0] if nodes > 1 and not is_tree else None
-    return Plan(start, place, rows, -(-end // size), bias, wide)
+    spans = [(start, end), (0, start)][: 2 if start else 1]
+    bias: Known = None, None
+    is_known = not is_tree or (words is not None and tokens * group * place.width <= 4 * AT_ONCE)
+    if is_known and (is_tree or nodes > 1):
+        tree = None
+        if words is not None:
+            tree = torch.frombuffer(bytearray(words), dtype=torch.int32).view(tokens, -1)
+        bias = bias_of(place, tree, wide)
+    return Plan(
+        place,
+        start,
+        turned,
+        heads_of(query, nodes) if group == 1 else None,
+        [positions_of(keys, *span) for span in spans],
+        [positions_of(values, *span) for span in spans],
+        blocks,
+        is_known,
+        bias,
+        wide,
+    )
 
 
-def capacity_of(cache: torch.Size, table: torch.Size | None, limit: int | None) -> int:
+def capacity_of(cache: Sequence[int], table: torch.Size | None, limit: int | None) -> int:
     """Return how many positions a request may have."""
     capacity = cache[1] * (1 if table is None else table[1])
     return capacity if limit is None else min(capacity, limit)
@@ -195,27 +262,29 @@ def attend_at_once(
     """
     if not 0 < len(lens) <= ALIKE:
         return None
-    table = None if block_table is None else block_table.shape
+    words = None
+    if ancestors is not None and ancestors.nbytes <= WORDS and ancestors.is_contiguous():
+        words = string_at(ancestors.data_ptr(), ancestors.nbytes)
     plan = plan_for(
-        query.shape, key_cache.shape, query.dtype, tuple(lens), tuple(starts), table,
-        ancestors is not None, limit,
+        (query.shape, query.stride()), (key_cache.shape, key_cache.stride()),
+        (value_cache.shape, value_cache.stride()), query.dtype, tuple(lens), tuple(starts),
+        None if block_table is None else block_table.shape, words, ancestors is not None, limit,
     )  # fmt: skip
     if plan is None:
         return None
-    keys, values, place, bias, hidden = key_cache, value_cache, plan.place, plan.bias, None
+    keys, values = key_cache, value_cache
     if block_table is not None:
         blocks = block_table[:, : plan.blocks]
         keys, values = gather(keys, blocks), gather(values, blocks)
-    if ancestors is not None:
-        bias, hidden = bias_of(place, ancestors, plan.wide)
-    start, end = plan.start, plan.start + place.end
-    rows = by_head(query, place.nodes, plan.rows)
-    k, v = positions(keys, start, end), positions(values, start, end)
+    nodes = plan.place.nodes
+    rows = by_head(query, nodes, plan.heads) if plan.query is None else plan.query.of(query)
+    bias, hidden = plan.bias if plan.is_known else bias_of(plan.place, ancestors, plan.wide)
+    k, v = plan.keys[0].of(keys), plan.values[0].of(values)
     out, lse = FUSED(rows, k, v, attn_mask=bias, scale=scale)
-    if start:
+    if plan.start:
         if hidden is not None:
             lse = lse.masked_fill(hidden, -math.inf)
-        k, v = positions(keys, 0, start), positions(values, 0, start)
+        k, v = plan.keys[1].of(keys), plan.values[1].of(values)
         whole, whole_lse = FUSED(rows, k, v, scale=scale)
         out = add_piece((whole.to(plan.wide), whole_lse), (out, lse))[0].to(query.dtype)
-    return by_node(out, place.nodes)
+    return by_node(out, nodes)
