@@ -45,11 +45,9 @@ FUSED: Final[Any] = torch._scaled_dot_product_flash_attention_for_cpu
 
 def is_packed(nodes: int, heads: int, dim: int, end: int, dtype: torch.dtype) -> bool:
     """Tell that the heads of a KV head become rows of one matrix: it costs copies of the queries,
-    which few nodes pay back where products are large (those of 16-bit numbers are), and many where
-    keys outgrow a core's cache.
-    """
-    size = end * dim * (1 if nodes >= 32 else heads / 2) * (2 if dtype.itemsize == 2 else 1)
-    return nodes == 1 or size > PACKED
+    which pay where products are large. Those of many nodes are, and those of 16-bit numbers."""
+    heads_worth = 2 if nodes >= 32 else heads / 2 * (2 if dtype.itemsize == 2 else 1)
+    return nodes == 1 or end * dim * heads_worth > PACKED
 
 
 def is_direct(query: Tensor, keys: Tensor, values: Tensor) -> bool:
