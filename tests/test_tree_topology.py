@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spec_kernels import tree
+from spec_kernels.tree import topology
 
 SHAPES = {
     "root": [-1],
@@ -70,6 +71,15 @@ def test_device_functions_equal_a_walk_for_every_request(
             assert tree.is_tree(parents, num_nodes, limit)[b] == fits
     assert depth[-1].tolist() == [-1] * nodes
     assert bool(tree.is_tree(parents, num_nodes, 0)[-1])
+
+
+@given(st.lists(st.integers(-2, 7), min_size=1, max_size=7), st.integers(-1, 8))
+def test_depths_of_few_nodes_are_those_of_many(parents: list[int], count: int) -> None:
+    """Also of parents that are no tree."""
+    few = torch.tensor([parents], dtype=torch.int32)
+    many = few.repeat(topology.FEW + 1, 1)
+    depth = tree.depths(few, torch.tensor([count]))
+    assert tree.depths(many, torch.tensor([count] * len(many)))[-1:].equal(depth)
 
 
 @pytest.mark.parametrize("nodes", [1, 31, 32, 33, 63, 64, 65, 1024])

@@ -21,6 +21,9 @@ from spec_kernels._check import IDS, check, require
 MAX_NODES: Final = 1024
 """Most nodes of a tree, its root included."""
 
+FEW: Final = 64
+"""Numbers that are read into a list on a CPU: an operation costs what some thirty of them do."""
+
 
 def check_parents(parents: Sequence[int], *, max_depth: int | None = None) -> None:
     """Raise unless `parents` is a tree: a root, then nodes behind their parents.
@@ -329,12 +332,34 @@ def depths(parents: Tensor, num_nodes: Tensor) -> Tensor:
         >>> depths(torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]))
         tensor([[0, 1, 1, 2]], dtype=torch.int32)
     """
+    if _is_read_at_once(parents):
+        return _depths_of_few(parents, num_nodes)
     above, present = _links(parents, num_nodes)
     distance = (above != torch.arange(above.shape[1], device=above.device)).int()
     for _ in range(_rounds(above.shape[1])):
         distance = distance + distance.gather(1, above)
         above = above.gather(1, above)
     return torch.where(present & (above == 0), distance, -1)
+
+
+def _is_read_at_once(parents: Tensor) -> bool:
+    """Tell that a list of a tensor's numbers costs less than operations on it do."""
+    is_plain = type(parents) is Tensor and parents.is_cpu and not torch.compiler.is_compiling()
+    return is_plain and 0 < parents.numel() <= FEW
+
+
+def _depths_of_few(parents: Tensor, num_nodes: Tensor) -> Tensor:
+    """Do as `depths`, on the host."""
+    check("parents", parents, ["batch", "nodes"], IDS)
+    check("num_nodes", num_nodes, parents.shape[:1], IDS, parents.device)
+    found = []
+    for row, count in zip(parents.tolist(), num_nodes.tolist(), strict=True):
+        own = [0 if count > 0 else -1]
+        for node, parent in enumerate(row[1:], 1):
+            is_linked = node < count and 0 <= parent < node and own[parent] >= 0
+            own.append(own[parent] + 1 if is_linked else -1)
+        found.append(own)
+    return torch.tensor(found, dtype=torch.int32)
 
 
 def is_tree(parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
