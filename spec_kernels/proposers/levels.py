@@ -200,7 +200,9 @@ class Grower:
         levels: list[_Level] = []
         for depth_now in range(depth):
             nodes = template.inner(depth_now)
-            is_wanted = (limits[:, None] > depth_now) & (tokens[:, nodes] != PAD_TOKEN)
+            inner = _inner(template, depth_now, tokens.device)
+            is_there = tokens.index_select(1, inner) != PAD_TOKEN
+            is_wanted = (limits[:, None] > depth_now) & is_there
             level = self._laws(state, logits, tokens, parents, nodes, is_wanted)
             counts = [template.num_children[node] for node in nodes]
             own = None if coins is None else coins[:, nodes]
@@ -211,8 +213,9 @@ class Grower:
             if depth_now + 1 < depth:
                 start, stop = template.levels[depth_now + 1]
                 known = None if parents is None else parents[:, :stop]
-                below, inner = depth_now + 1, template.inner(depth_now + 1)
-                logits = feed(Shown(tokens, known, start, below, inner, limits > below))
+                below = depth_now + 1
+                wanted = template.inner(below)
+                logits = feed(Shown(tokens, known, start, below, wanted, limits > below))
         return self._draft(tokens, parents, rows, levels)
 
     def _grow_best(
@@ -381,6 +384,12 @@ def _rows_of_nodes(batch: int, rows: int, nodes: int, device: torch.device) -> T
     """Return the row of each node, `[batch, nodes] int64`: its own, or one that all share."""
     place = torch.arange(rows, device=device).expand(nodes)
     return torch.arange(batch, device=device)[:, None] * rows + place
+
+
+@functools.lru_cache(maxsize=256)
+def _inner(template: TreeTemplate, depth: int, device: torch.device) -> Tensor:
+    """Return the nodes of a depth that have children, `[nodes] int64`."""
+    return torch.tensor(template.inner(depth), device=device)
 
 
 @functools.lru_cache(maxsize=256)
