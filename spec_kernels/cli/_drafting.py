@@ -46,7 +46,7 @@ class Drafting:
         draft_model: directory of the draft model.
         weights: directory of trained heads or modules; None = those that come along.
         exit_layer: layers of the target that draft.
-        min_ngram: shortest match.
+        min_ngram: shortest match that is used whatever stands before it.
         tree: children by depth, as "4,2,2", or parents, as "-1,0,0,1".
         nodes: of a tree that grows.
         children: how the siblings of `tree` are chosen; None = sampled.

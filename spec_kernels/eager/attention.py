@@ -22,7 +22,7 @@ Memory: what is held beside inputs and outputs doesn't grow with the context, an
     + 2 * chunk * kv_heads * (qk_dim + v_dim)           one copied chunk; nothing if read in place
 
 where chunk * kv_heads * (qk_dim + v_dim) <= `COPIED`, unless `CHUNK` positions are more; blocks
-that are one piece take up to `GATHERED` bytes. Small masks are remembered, 16 MiB at most.
+that are one piece take up to `GATHERED` bytes. Small masks are remembered, 32 MiB at most.
 """
 
 from __future__ import annotations

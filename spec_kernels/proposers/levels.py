@@ -205,7 +205,7 @@ class Grower:
             is_wanted = (limits[:, None] > depth_now) & is_there
             level = self._laws(state, logits, tokens, parents, nodes, is_wanted)
             counts = [template.num_children[node] for node in nodes]
-            own = None if coins is None else coins[:, nodes]
+            own = None if coins is None else coins.index_select(1, inner)
             found = self._choose(state, level, own, counts, depth_now)
             first = sum(len(one.logits) for one in levels)
             tokens, rows = _append(template, depth_now, tokens, rows, found, level.row + first)
@@ -214,8 +214,8 @@ class Grower:
                 start, stop = template.levels[depth_now + 1]
                 known = None if parents is None else parents[:, :stop]
                 below = depth_now + 1
-                wanted = template.inner(below)
-                logits = feed(Shown(tokens, known, start, below, wanted, limits > below))
+                shown = Shown(tokens, known, start, below, template.inner(below), limits > below)
+                logits = feed(shown)
         return self._draft(tokens, parents, rows, levels)
 
     def _grow_best(

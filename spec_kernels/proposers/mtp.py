@@ -283,7 +283,7 @@ class MTPSession:
         skip = _missing(depth, start)[:, None]
         taken = place = torch.arange(width, device=skip.device).expand(len(skip), -1)
         tokens, parents = line.tokens, line.parents
-        if not can_read(skip) or skip.any():  # a text is shorter than the depths but once
+        if not can_read(skip) or skip.any():  # only at the beginning of a text
             taken = (place + skip).clamp(max=width - 1)
             tokens, parents = tokens.gather(1, taken), parents.gather(1, taken)
         inputs = _pick(waiting, taken.clamp(max=waiting.shape[1] - 1))

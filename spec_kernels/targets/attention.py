@@ -230,19 +230,17 @@ class Nodes:
         self._start, self._nodes = start, nodes
         device = num_nodes.device
         self._picked = None if counts is None else _real_places(counts, start, nodes, device)
-        self._is_full = self._picked is None  # all places of the grid are computed
         node = torch.arange(start, nodes, device=device).expand(cache.batch, -1)
         depth = node if parents is None else depths(parents, num_nodes)[:, start:].clamp(min=0)
         position = cache.context_lens[:, None].long() + depth
-        if self._picked is None:
+        if counts is None:
             self.row = padded_rows(num_nodes, cache.batch, nodes, start)
             position = torch.where(node < num_nodes[:, None], position, 0)
         else:
-            number = torch.arange(len(self._picked), dtype=torch.int32, device=device)
-            self._is_full = len(number) == node.numel()
-            row = number if self._is_full else number.new_full((node.numel(),), -1)
-            if not self._is_full:
-                row[self._picked] = number
+            row = torch.arange(node.numel(), dtype=torch.int32, device=device)
+            if self._picked is not None:
+                number = row[: len(self._picked)]
+                row = torch.full_like(row, -1).index_copy_(0, self._picked, number)
             row = row.view(node.shape)
             self.row = pad(row, (start, 0), value=-1) if start else row
         self.positions = self.pick(position)
@@ -255,13 +253,13 @@ class Nodes:
         """Return the entries of the new nodes, `[tokens, ...]`, from a grid `[batch, nodes - start,
         ...]`."""
         flat = grid.flatten(0, 1)
-        return flat if self._is_full else flat[self._picked]
+        return flat if self._picked is None else flat[self._picked]
 
     def spread(self, found: Tensor) -> Tensor:
         """Return a grid `[batch, nodes - start, ...]` of what was found for the new nodes,
         `[tokens, ...]`; arbitrary in other places."""
         shape = self._cache.batch, self._nodes - self._start
-        if self._is_full:
+        if self._picked is None:
             return found.view(*shape, *found.shape[1:])
         if not len(found):
             return found.new_zeros(*shape, *found.shape[1:])
@@ -299,7 +297,7 @@ class Nodes:
         first = start if parents is None else 0
         counts = (self._num_nodes.clamp(max=nodes) - first).clamp(min=0)
         ends = pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        is_packed = self._picked is not None and first == start
+        is_packed = self._counts is not None and first == start
         queries = len(self.positions) if is_packed else cache.batch * (nodes - first)
         index = torch.arange(nodes - first, device=device)
         place = torch.where(index < counts[:, None], ends[:-1, None] + index, queries).long()
@@ -412,8 +410,13 @@ class Nodes:
         return self._sees
 
 
-def _real_places(counts: Sequence[int], start: int, nodes: int, device: torch.device) -> Tensor:
-    """Return where the new nodes are in the grid `[batch, nodes - start]`, flat."""
+def _real_places(
+    counts: Sequence[int], start: int, nodes: int, device: torch.device
+) -> Tensor | None:
+    """Return where the new nodes are in the grid `[batch, nodes - start]`, flat; None = all of it
+    are."""
     width = nodes - start
     places = [b * width + i for b, count in enumerate(counts) for i in range(count - start)]
+    if len(places) == len(counts) * width:
+        return None
     return torch.tensor(places, dtype=torch.int64, device=device)

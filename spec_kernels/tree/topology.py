@@ -332,7 +332,8 @@ def depths(parents: Tensor, num_nodes: Tensor) -> Tensor:
         >>> depths(torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]))
         tensor([[0, 1, 1, 2]], dtype=torch.int32)
     """
-    if _is_read_at_once(parents):
+    is_plain = type(parents) is Tensor and parents.is_cpu and not torch.compiler.is_compiling()
+    if is_plain and 0 < parents.numel() <= FEW:
         return _depths_of_few(parents, num_nodes)
     above, present = _links(parents, num_nodes)
     distance = (above != torch.arange(above.shape[1], device=above.device)).int()
@@ -342,16 +343,9 @@ def depths(parents: Tensor, num_nodes: Tensor) -> Tensor:
     return torch.where(present & (above == 0), distance, -1)
 
 
-def _is_read_at_once(parents: Tensor) -> bool:
-    """Tell that a list of a tensor's numbers costs less than operations on it do."""
-    is_plain = type(parents) is Tensor and parents.is_cpu and not torch.compiler.is_compiling()
-    return is_plain and 0 < parents.numel() <= FEW
-
-
 def _depths_of_few(parents: Tensor, num_nodes: Tensor) -> Tensor:
     """Do as `depths`, on the host."""
-    check("parents", parents, ["batch", "nodes"], IDS)
-    check("num_nodes", num_nodes, parents.shape[:1], IDS, parents.device)
+    _check_rows(parents, num_nodes)
     found = []
     for row, count in zip(parents.tolist(), num_nodes.tolist(), strict=True):
         own = [0 if count > 0 else -1]
@@ -432,10 +426,14 @@ def _is_present(parents: Tensor, num_nodes: Tensor) -> Tensor:
     return torch.arange(parents.shape[1], device=parents.device) < num_nodes[:, None]
 
 
-def _links(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each node leads, to itself if it has no parent before it, and which exist."""
+def _check_rows(parents: Tensor, num_nodes: Tensor) -> None:
     check("parents", parents, ["batch", "nodes"], IDS)
     check("num_nodes", num_nodes, parents.shape[:1], IDS, parents.device)
+
+
+def _links(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each node leads, to itself if it has no parent before it, and which exist."""
+    _check_rows(parents, num_nodes)
     node = torch.arange(parents.shape[1], device=parents.device)
     present = _is_present(parents, num_nodes)
     is_linked = present & (parents >= 0) & (parents < node) & (node > 0)
