@@ -22,12 +22,11 @@ constexpr int vectors = sizeof(float) / sizeof(Number);
 
 static inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
 
-static inline void load(const float* from, Lanes (&to)[1]) { to[0] = load(from); }
+static inline Lanes load(const float* from, int) { return load(from); }
 
-static inline void load(const uint16_t* from, Lanes (&to)[2]) {
+static inline Lanes load(const uint16_t* from, int vector) {
   Words pairs = *reinterpret_cast<const Words*>(from);
-  to[0] = reinterpret_cast<Lanes>(pairs << 16);
-  to[1] = reinterpret_cast<Lanes>(pairs & 0xffff0000);
+  return reinterpret_cast<Lanes>(vector == 0 ? pairs << 16 : pairs & 0xffff0000);
 }
 
 static inline float widen(float value) { return value; }
@@ -57,8 +56,22 @@ static inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
 #endif
 }
 
+// Makes the compiler load a vector that is used more than once once: it would load it for each use,
+// and loads are as scarce as products.
+static inline void hold(Lanes& x) {
+#ifdef __FMA__
+  asm("" : "+x"(x));
+#endif
+}
+
 static inline float total(Lanes x) {
+#ifdef __FMA__
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#endif
 }
 
 // Some outputs of `rows` rows; x is [rows, inputs], y is [rows, outputs] from the first of them on.
@@ -71,17 +84,23 @@ static void tile(const Number* weight, const float* x, Number* y, int64_t output
   for (int64_t i = 0; i < whole; i += lanes<Number>) {
     __builtin_prefetch(next, 0, 2);
     next += step;
-    Lanes weights[columns][vectors<Number>];
-    for (int column = 0; column < columns; ++column)
-      load(weight + column * inputs + i, weights[column]);
-    for (int row = 0; row < rows; ++row)
-      for (int vector = 0; vector < vectors<Number>; ++vector) {
-        Lanes numbers = load(x + row * inputs + i + 8 * vector);
-        for (int column = 0; column < columns; ++column)
-          sums[column][row] = multiply_add(weights[column][vector], numbers, sums[column][row]);
+    for (int vector = 0; vector < vectors<Number>; ++vector) {
+      Lanes weights[columns];
+      for (int column = 0; column < columns; ++column) {
+        weights[column] = load(weight + column * inputs + i, vector);
+        hold(weights[column]);
       }
+      for (int row = 0; row < rows; ++row) {
+        Lanes numbers = load(x + row * inputs + i + 8 * vector);
+        if (columns > 1) hold(numbers);
+        for (int column = 0; column < columns; ++column)
+          sums[column][row] = multiply_add(weights[column], numbers, sums[column][row]);
+      }
+    }
   }
+#pragma GCC unroll 8
   for (int column = 0; column < columns; ++column)
+#pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
       float sum = total(sums[column][row]);
       for (int64_t i = whole; i < inputs; ++i)
@@ -93,8 +112,7 @@ static void tile(const Number* weight, const float* x, Number* y, int64_t output
 // What a tile adds up fits into the registers. More rows take parts, each all outputs of a chunk:
 // the numbers of a part stay in a core's first cache, the weights of a chunk in its second one. All
 // tiles of a chunk together ask for the weights of the next, in the order of the memory.
-template <typename Number>
-constexpr int most_rows = vectors<Number> == 1 ? 7 : 6;
+constexpr int most_rows = 6;
 constexpr int most_columns = 2;
 
 template <int rows, int columns, typename Number>
@@ -121,12 +139,12 @@ static void multiply(const Number* weight, const Number* x, Number* y, int64_t o
     const Number* from = x + row * inputs;
     float* to = wide + row * inputs;
     for (int64_t i = 0; i < whole; i += lanes<Number>)
-      load(from + i, *reinterpret_cast<Lanes(*)[vectors<Number>]>(to + i));
+      for (int vector = 0; vector < vectors<Number>; ++vector)
+        *reinterpret_cast<Lanes*>(to + i + 8 * vector) = load(from + i, vector);
     for (int64_t i = whole; i < inputs; ++i) to[i] = widen(from[i]);
   }
-  constexpr int most = most_rows<Number>;
-  int64_t parts = (rows + most - 1) / most, size = (rows + parts - 1) / parts;
-  int64_t chunk = parts == 1 ? 2 * most_columns : 16 * most_columns;
+  int64_t parts = (rows + most_rows - 1) / most_rows, size = (rows + parts - 1) / parts;
+  int64_t chunk = (parts == 1 ? 2 : 6) * most_columns;
   int64_t steps = inputs / lanes<Number>, step = (lanes<Number> * most_columns + parts - 1) / parts;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t begin = 0; begin < outputs; begin += chunk) {
@@ -134,8 +152,8 @@ static void multiply(const Number* weight, const Number* x, Number* y, int64_t o
     int64_t end = begin + chunk < outputs ? begin + chunk : outputs;
     for (int64_t row = 0; row < rows; row += size)
       for (int64_t output = begin; output < end; output += most_columns) {
-        auto call = output + 1 < outputs ? tile_of<most, most_columns, Number>
-                                         : tile_of<most, 1, Number>;
+        auto call = output + 1 < outputs ? tile_of<most_rows, most_columns, Number>
+                                         : tile_of<most_rows, 1, Number>;
         call(rows - row < size ? rows - row : size, weight + output * inputs, wide + row * inputs,
              y + row * outputs + output, outputs, inputs, next, step);
         next += steps * step;
