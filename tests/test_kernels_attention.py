@@ -122,6 +122,23 @@ def test_each_lane_of_gfx950_copies_sixteen_bytes() -> None:
     assert select_config(*arguments, is_byte=True) == Config(128, 64, 8, 2)
 
 
+@pytest.mark.parametrize(
+    ("dim", "target", "expected"),
+    [
+        (64, ("cuda", 80), Config(32, 32, 4, 5)),
+        (128, ("cuda", 90), Config(32, 32, 8, 5)),
+        (64, ("hip", "gfx942"), Config(32, 64, 4, 2)),
+        (128, ("hip", "gfx950"), Config(32, 32, 4, 2)),
+    ],
+)
+def test_each_lane_loads_sixteen_bytes_for_queries_of_float32(
+    dim: int, target: tuple[str, Any], expected: Config
+) -> None:
+    assert select_config(64, dim, torch.float32, target, is_byte=True) == expected
+    lanes = expected.num_warps * (64 if target[0] == "hip" else 32)
+    assert expected.block_n * dim >= 16 * lanes
+
+
 SHORT: dict[str, Any] = {"contexts": (5, 20), "nodes": (2, 3), "heads": 4, "kv_heads": 1}
 
 
@@ -139,6 +156,16 @@ def test_keys_loaded_as_columns_keep_the_error_budget(
     """The form for gfx950, interpreted."""
     monkeypatch.setattr(attention, "target_of", lambda _: ("hip", "gfx950"))
     compare("triton-interpreter", case)
+
+
+@pytest.mark.parametrize("cache", ["int8", "e4m3"])
+def test_values_loaded_as_columns_keep_the_error_budget(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form for queries of float32 on NVIDIA, interpreted."""
+    monkeypatch.setattr(attention, "target_of", lambda _: ("cuda", 80))
+    case = Case(**SHORT, dim=48, v_dim=80, dtype=torch.float32, cache=cache, scales="token")
+    test_attention.run("triton-interpreter", case)
 
 
 def test_strides_count_in_units_of_sixteen_bytes_where_they_can() -> None:
@@ -177,6 +204,12 @@ OWN_TILE = {
 }
 """Calls that have a tile of their own on gfx950."""
 
+BYTES_OF_FLOAT32 = {
+    f"{name}-d{dim}": call(dtype=torch.float32, cache_dtype=dtype, dim=dim, group=4)
+    for name, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn))
+    for dim in (64, 128)
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -192,6 +225,16 @@ def test_machine_code_of_further_calls(name: str, target: str) -> None:
     assert used.shared_bytes <= SHARED[target]
     assert used.mma
     assert used.program.load_bits == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target"), [*itertools.product(BYTES_OF_FLOAT32, SHARED)])
+def test_all_loads_of_an_8_bit_cache_are_wide(name: str, target: str) -> None:
+    """For queries of float32 too; ids, scales and words are single numbers."""
+    with dry_run(target) as launches:
+        BYTES_OF_FLOAT32[name]()
+    widths = measure(launches[0].compiled, target).path().load_widths
+    assert {*widths} == {32, 128}
 
 
 # --------------------------------------------------------------------------- addresses
@@ -264,6 +307,7 @@ SPLIT_CASE = Case((317,), (8,), heads=2, kv_heads=1, dim=64)
             [
                 Case((5, 17), (3, 2), 2, 1, dtype=torch.float16, cache="int8", scales="token"),
                 Case((70,), (3,), 2, 1, dtype=torch.float32, dim=32),
+                Case((70,), (3,), 2, 1, dtype=torch.float32, cache="int8"),
             ]
         ),
     ],

@@ -112,7 +112,8 @@ class Form(NamedTuple):
         has_window, has_softcap: options.
         bytes: how the cache is read: "" as its dtype, "e4m3" bits of an 8-bit float.
         token_scales: a scale per token and head.
-        as_columns: keys are loaded with a position per column, as the first product takes them.
+        key_columns, value_columns: they are loaded with a position per column, as the first product
+            takes keys.
         precision: of float32 products.
     """
 
@@ -137,7 +138,8 @@ class Form(NamedTuple):
     has_softcap: bool
     bytes: str
     token_scales: bool
-    as_columns: bool
+    key_columns: bool
+    value_columns: bool
     precision: str
 
 
@@ -285,16 +287,16 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     IS_E4M3: tl.constexpr = FORM.bytes == "e4m3"
     keys = load_rows(
         cache.key_ptr, row, 0, ok, dtype, FORM.qk_dim, FORM.qk_block, MASKED, IS_E4M3,
-        FORM.as_columns,
+        FORM.key_columns,
     )  # fmt: skip
-    columns = keys if FORM.as_columns else tl.trans(keys)
+    columns = keys if FORM.key_columns else tl.trans(keys)
     scores = tl.dot(rows.query, columns, input_precision=FORM.precision)
     if FORM.rope_dim > 0:
         rope = load_rows(
             cache.key_ptr, row, FORM.qk_dim, ok, dtype, FORM.rope_dim, FORM.rope_block, MASKED,
-            IS_E4M3, FORM.as_columns,
+            IS_E4M3, FORM.key_columns,
         )  # fmt: skip
-        rope = rope if FORM.as_columns else tl.trans(rope)
+        rope = rope if FORM.key_columns else tl.trans(rope)
         scores = tl.dot(rows.query_rope, rope, scores, input_precision=FORM.precision)
     if FORM.token_scales:
         place = block * strides.key_scale_block + slot * strides.key_scale_slot
@@ -312,12 +314,14 @@ def attend_tile(acc, largest, total, rows, cache, start, strides, sizes, FORM: t
     total = total * shrink + tl.sum(weights, 1)
 
     if FORM.shares:
-        values = tl.trans(keys) if FORM.as_columns else keys
+        values = tl.trans(keys) if FORM.key_columns else keys
     else:
         row = (block * strides.value_block + slot * strides.value_slot) * FORM.cache_unit
         values = load_rows(
-            cache.value_ptr, row, 0, ok, dtype, FORM.v_dim, FORM.v_block, MASKED, IS_E4M3
-        )
+            cache.value_ptr, row, 0, ok, dtype, FORM.v_dim, FORM.v_block, MASKED, IS_E4M3,
+            FORM.value_columns,
+        )  # fmt: skip
+        values = tl.trans(values) if FORM.value_columns else values
     if FORM.token_scales:
         place = block * strides.value_scale_block + slot * strides.value_scale_slot
         scale = load_scales(cache.value_scale_ptr, place, ok, MASKED)

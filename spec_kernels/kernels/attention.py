@@ -90,6 +90,7 @@ def select_config(
     | AMD | 2 stages, latents 16 rows | 64 KB of shared memory on gfx942 |
     | float32 | 32 positions and rows; above dim 128 16 of both, 2 stages | twice the bytes |
     | latents of float32 on AMD | 4 warps | 8 have half the registers each, and spill |
+    | float32, cache of 8 bits | 4 warps on AMD or at dim 64, 64 positions at both | 16 bytes a lane |
 
     Args:
         rows: nodes times query heads per KV head.
@@ -113,9 +114,10 @@ def select_config(
         most = min(most, 32 if dim <= 128 else 16)
     block_m = min(max(triton.next_power_of_2(rows), 16), most)
     if dtype == torch.float32:
-        wide = dim <= 128
-        num_warps = 4 if is_amd and dim > 256 else 8
-        return Config(block_m, 32 if wide else 16, num_warps, stages if wide or is_amd else 2)
+        is_narrow, wide = is_byte and dim <= 64, dim <= 128
+        num_warps = 4 if is_narrow or (is_amd and (is_byte or dim > 256)) else 8
+        block_n = 64 if is_narrow and is_amd else 32 if wide else 16
+        return Config(block_m, block_n, num_warps, stages if wide or is_amd else 2)
     if dim <= 128:
         narrow = 64 if is_amd or (arch > 80 and is_plain) else 32
         block_n = 64
@@ -219,7 +221,11 @@ def _make_form(
         token_scales=options.key_scale is not None and options.key_scale.dim() > 1,
         # copies straight to the shared memory of gfx950 are 32 or 128 bits wide; transposed after
         # the load, 8-bit keys would be laid out there in pieces of 64, and so come by 32
-        as_columns=arch == "gfx950" and keys.dtype == torch.int8,
+        key_columns=arch == "gfx950" and keys.dtype == torch.int8,
+        # as the second product of tf32 takes them, 8-bit values would come in pieces of 64 bits
+        value_columns=backend == "cuda"
+        and query.dtype == torch.float32
+        and keys.element_size() == 1,
         precision="tf32x3" if backend == "cuda" else "ieee",
     )
 
