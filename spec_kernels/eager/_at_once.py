@@ -50,16 +50,6 @@ def is_packed(nodes: int, heads: int, dim: int, end: int, dtype: torch.dtype) ->
     return nodes == 1 or end * dim * heads_worth > PACKED
 
 
-def is_direct(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Tell that torch's fused attention takes these rows as they are."""
-    dim = query.shape[2]
-    return (
-        keys.dtype == query.dtype
-        and values.shape[3] == dim
-        and query.stride(2) == keys.stride(3) == values.stride(3) == 1
-    )
-
-
 class View(NamedTuple):
     """A view of a tensor: its sizes and strides, and where it begins in the tensor."""
 
@@ -78,10 +68,15 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a tensor."""
 
 
-def heads_of(query: Layout, nodes: int) -> View:
-    """Turn `[tokens, heads, dim]` into `[requests, heads, nodes, dim]`."""
-    (tokens, heads, dim), (token, head, column) = query
-    return View((tokens // nodes, heads, nodes, dim), (nodes * token, head, token, column))
+def heads_of(query: Layout, nodes: int, heads: int) -> View:
+    """Turn `[tokens, heads * group, dim]` into `[requests, heads, nodes, group, dim]`, without the
+    group if it is 1."""
+    (tokens, all_heads, dim), (token, head, column) = query
+    requests, group = tokens // nodes, all_heads // heads
+    if group == 1:
+        return View((requests, heads, nodes, dim), (nodes * token, head, token, column))
+    size = requests, heads, nodes, group, dim
+    return View(size, (nodes * token, group * head, token, head, column))
 
 
 def positions_of(rows: Layout, start: int, stop: int) -> View:
@@ -93,15 +88,8 @@ def positions_of(rows: Layout, start: int, stop: int) -> View:
 
 def by_head(query: Tensor, nodes: int, heads: int) -> Tensor:
     """Turn `[tokens, heads * group, dim]` into `[requests, heads, nodes * group, dim]`."""
-    tokens, all_heads, dim = query.shape
-    if heads == all_heads:
-        return heads_of((query.shape, query.stride()), nodes).of(query)
-    token, head, column = query.stride()
-    requests, group = tokens // nodes, all_heads // heads
-    grouped = query.as_strided(
-        (requests, heads, nodes, group, dim), (nodes * token, group * head, token, head, column)
-    )
-    return grouped.reshape(requests, heads, nodes * group, dim)
+    rows = heads_of((query.shape, query.stride()), nodes, heads).of(query)
+    return rows if rows.dim() == 4 else rows.flatten(2, 3)
 
 
 def by_node(rows: Tensor, nodes: int) -> Tensor:
@@ -138,8 +126,7 @@ class Plan(NamedTuple):
     Attributes:
         place: of the piece that is masked; all before it is one without a mask.
         start: where it begins.
-        heads: that the queries are turned to: those of the cache, or their own.
-        query: the view that does so; None = they are copied.
+        query: view of the queries by heads: those of the cache, or their own (`heads_of`).
         keys, values: views of the masked piece, and of the one before it if there is any.
         blocks: of a request.
         is_known: whether the bias is; a large one of a tree is made by each call.
@@ -149,8 +136,7 @@ class Plan(NamedTuple):
 
     place: Place
     start: int
-    heads: int
-    query: View | None
+    query: View
     keys: list[View]
     values: list[View]
     blocks: int
@@ -172,8 +158,9 @@ def plan_for(
     is_tree: bool,
     limit: int | None,
 ) -> Plan | None:
-    """Return how the requests are attended, or None: they aren't alike, or are more pieces.
-    A plan is made once for all layers of a step.
+    """Return how the requests are attended, or None: they aren't alike, or are more pieces, or
+    torch's fused attention doesn't take the rows as they are. A plan is made once for all layers of
+    a step.
 
     Args:
         query, keys, values: as they lie.
@@ -185,7 +172,9 @@ def plan_for(
         limit: `max_seqlen_k`.
     """
     (tokens, heads, dim), batch, (_, size, kv_heads, _) = query[0], len(lens), keys[0]
-    nodes = tokens // batch
+    nodes, columns = tokens // batch, (query[1][2], keys[1][3], values[1][3])
+    if values[0][3] != dim or columns != (1, 1, 1):
+        return None
     if not nodes or starts != (*range(0, tokens + 1, nodes),) or lens != lens[:1] * batch:
         return None
     if tokens != nodes * batch:  # rows of no request
@@ -219,8 +208,7 @@ def plan_for(
     return Plan(
         place,
         start,
-        turned,
-        heads_of(query, nodes) if group == 1 else None,
+        heads_of(query, nodes, turned),
         [positions_of(keys, *span) for span in spans],
         [positions_of(values, *span) for span in spans],
         blocks,
@@ -250,7 +238,7 @@ def attend_at_once(
     """Attend from requests of equal size, or return None: they aren't, or are more pieces.
 
     Args:
-        query, key_cache, value_cache: of one dtype and dim, with adjacent columns.
+        query, key_cache, value_cache: of any dtype, dim and strides.
         lens, starts: `context_lens` and `cu_seqlens_q`.
         block_table, ancestors, scale: as in `verify_attention`.
         limit: `max_seqlen_k`.
@@ -258,7 +246,7 @@ def attend_at_once(
     Returns:
         `[tokens, heads, v_dim]`.
     """
-    if not 0 < len(lens) <= ALIKE:
+    if key_cache.dtype != query.dtype or not 0 < len(lens) <= ALIKE:
         return None
     words = None
     if ancestors is not None and ancestors.nbytes <= WORDS and ancestors.is_contiguous():
@@ -274,8 +262,8 @@ def attend_at_once(
     if block_table is not None:
         blocks = block_table[:, : plan.blocks]
         keys, values = gather(keys, blocks), gather(values, blocks)
-    nodes = plan.place.nodes
-    rows = by_head(query, nodes, plan.heads) if plan.query is None else plan.query.of(query)
+    rows = plan.query.of(query)
+    rows = rows if plan.place.group == 1 else rows.flatten(2, 3)
     bias, hidden = plan.bias if plan.is_known else bias_of(plan.place, ancestors, plan.wide)
     k, v = plan.keys[0].of(keys), plan.values[0].of(values)
     out, lse = FUSED(rows, k, v, attn_mask=bias, scale=scale)
@@ -285,4 +273,4 @@ def attend_at_once(
         k, v = plan.keys[1].of(keys), plan.values[1].of(values)
         whole, whole_lse = FUSED(rows, k, v, scale=scale)
         out = add_piece((whole.to(plan.wide), whole_lse), (out, lse))[0].to(query.dtype)
-    return by_node(out, nodes)
+    return by_node(out, plan.place.nodes)

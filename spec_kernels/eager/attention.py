@@ -47,7 +47,6 @@ from spec_kernels.eager._at_once import (
     by_head,
     by_node,
     capacity_of,
-    is_direct,
     is_packed,
 )
 from spec_kernels.eager._positions import CacheReader, Sight, is_piece
@@ -346,7 +345,7 @@ def verify_attention(
     """
     lens, starts = context_lens.tolist(), cu_seqlens_q.tolist()
     is_plain = softcap is None and window is None and sinks is None and key_scale is None
-    if is_plain and not (return_lse or invariant) and is_direct(query, key_cache, value_cache):
+    if is_plain and not (return_lse or invariant):
         out = attend_at_once(
             query, key_cache, value_cache, lens, starts, block_table, ancestors, scale, max_seqlen_k
         )

@@ -90,7 +90,7 @@ def select_config(
     | AMD | 2 stages, latents 16 rows | 64 KB of shared memory on gfx942 |
     | float32 | 32 positions and rows; above dim 128 16 of both, 2 stages | twice the bytes |
     | latents of float32 on AMD | 4 warps | 8 have half the registers each, and spill |
-    | float32, cache of 8 bits | 4 warps on AMD or at dim 64, 64 positions at both | 16 bytes a lane |
+    | float32, 8-bit cache | 4 warps on AMD or at dim 64, 64 positions at both | 16 bytes a lane |
 
     Args:
         rows: nodes times query heads per KV head.

@@ -89,7 +89,12 @@ def checked_once(*, strides: bool = False) -> Callable[[Callable[P, R]], Callabl
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _is_watched():
+            if (  # a compiler, mode, transform or profiler waits for calls in the dispatcher
+                is_dynamo_compiling()  # other tracers are modes
+                or _len_torch_dispatch_stack()
+                or _are_functorch_transforms_active()
+                or profiler._is_profiler_enabled
+            ):
                 return function(*args, **kwargs)
             found = _find(forms, args, kwargs)
             known, options, tensors = found or _NOTHING
@@ -106,16 +111,6 @@ def checked_once(*, strides: bool = False) -> Callable[[Callable[P, R]], Callabl
         return call
 
     return decorate
-
-
-def _is_watched() -> bool:
-    """Tell that a compiler, mode, transform or profiler waits for calls in the dispatcher."""
-    return bool(
-        is_dynamo_compiling()  # other tracers are modes
-        or _len_torch_dispatch_stack()
-        or _are_functorch_transforms_active()
-        or profiler._is_profiler_enabled
-    )
 
 
 _Known = dict[tuple[Any, ...], tuple[Callable[..., bool], ...]]
