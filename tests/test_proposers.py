@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from spec_kernels.decoder import Decoder, Request
 from spec_kernels.proposers import DraftModelProposer, NgramProposer, ngram_lookup
-from spec_kernels.proposers.ngram import PLACES, WINDOW
+from spec_kernels.proposers.ngram import LESS, PLACES, WINDOW
 from spec_kernels.targets import TableTarget
 from tests.tiny_models import assert_holds, gpt, plain
 
 
-def lookup_by_hand(row: list[int], longest: int, shortest: int, count: int) -> list[list[int]]:
-    """The definition, one row at a time: what follows each match, the best first."""
+def matches_by_hand(row: list[int], longest: int) -> list[tuple[int, int, int]]:
+    """Length, place and likeness of the longest, then most recent matches of the end of a row."""
     matches = []
     for start in range(1, len(row)):
         length = 0
@@ -24,10 +24,22 @@ def lookup_by_hand(row: list[int], longest: int, shortest: int, count: int) -> l
         near = row[max(start - WINDOW, 0) : start]
         alike = sum(token in near for token in row[-WINDOW:])
         matches.append((length, start, alike))
-    closer = sorted(matches, reverse=True)[:PLACES]
-    used = [m for m in closer if m[0] >= shortest or (m[0] > 0 and m[2] >= WINDOW // 2)]
+    return sorted(matches, reverse=True)[:PLACES]
+
+
+def lookup_by_hand(row: list[int], longest: int, shortest: int, count: int) -> list[list[int]]:
+    """The definition, one row at a time: what follows each match, the best first."""
+    ranked = []
+    for length, start, alike in matches_by_hand(row, longest):
+        if length >= shortest:
+            ranked.append(((length, alike), start))
+        elif length and alike >= WINDOW // 2:
+            ranked.append(((0, alike), start))
+    for length, start, alike in matches_by_hand(row[:-1], longest):
+        if length >= shortest and alike >= WINDOW // 2:
+            ranked.append(((0, alike - LESS), start))
     found = []
-    for _, start, _ in sorted(used, key=lambda m: (m[0], m[2], m[1]), reverse=True):
+    for _, start in sorted(ranked, key=lambda match: match[0], reverse=True):
         grown = list(row)
         for _ in range(count):
             grown.append(grown[len(grown) - len(row) + start])
@@ -40,11 +52,14 @@ def lookup_by_hand(row: list[int], longest: int, shortest: int, count: int) -> l
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(1, 6),
+    st.booleans(),
 )
 def test_lookup_equals_its_definition(
-    rows: list[list[int]], longest: int, shortest: int, count: int
+    rows: list[list[int]], longest: int, shortest: int, count: int, is_new: bool
 ) -> None:
     shortest = min(shortest, longest)
+    if is_new:  # a last token that stands nowhere else
+        rows = [[*row, 5] for row in rows]
     width = max(map(len, rows)) + 2
     # Behind its length each row continues its own text: reading there would find better matches.
     tokens = torch.tensor([(row * width)[:width] for row in rows])
@@ -67,6 +82,22 @@ def test_a_copy_is_found_again_behind_a_change() -> None:
     lens = torch.tensor([unlike.shape[1]], dtype=torch.int32)
     assert ngram_lookup(unlike, lens, 4, 1, 1)[0].tolist() == [[[3]]]  # the most recent one
     assert ngram_lookup(unlike, lens, 4, 2, 1)[1].tolist() == [[False]]
+
+
+def test_a_copy_into_which_a_token_was_put_goes_on() -> None:
+    """The token never stood anywhere before; or it did, in other company."""
+    copied = [*range(1, 13)]
+    for between in ([], [30, 99, 31]):
+        row = torch.tensor([[*copied, *between, *range(20, 28), *copied[:6], 99]])
+        lens = torch.tensor([row.shape[1]], dtype=torch.int32)
+        assert ngram_lookup(row, lens, 4, 2, 3)[0].tolist() == [[[7, 8, 9]]]
+    for put_in in ([99, 98], [6, 6]):  # two tokens are too many; and a match goes first
+        row = torch.tensor([[*copied, *copied[:6], *put_in]])
+        lens = torch.tensor([row.shape[1]], dtype=torch.int32)
+        assert ngram_lookup(row, lens, 4, 2, 3)[0].tolist() != [[[7, 8, 9]]]
+    strange = torch.tensor([[1, 2, 3, *range(20, 29), 1, 2, 99]])  # of ten tokens two are alike
+    lens = torch.tensor([strange.shape[1]], dtype=torch.int32)
+    assert ngram_lookup(strange, lens, 4, 2, 3)[1].tolist() == [[False]]
 
 
 def test_the_most_recent_matches_are_looked_at() -> None:

@@ -4,11 +4,14 @@
    row, up to `max_ngram`. The longest matches, of these the most recent, are looked at closer.
 2. Their *likeness*: how many of the last `WINDOW` tokens of the row stand among the `WINDOW` before
    the place. A text that is copied with changes is found again where it went on.
-3. Take the place with the longest match of at least `min_ngram` tokens, or with a shorter one where
-   half of the window is alike; among equals the one with the most likeness, then the most recent.
-4. Draft what followed it. If that reaches the end of the row, go on with its own beginning: a
+3. Take the place with the longest match of at least `min_ngram` tokens; among equals the one with
+   the most likeness, then the most recent.
+4. Without such a place, look at shorter matches, and at matches of the tokens before the last one:
+   there a copy went on, into which the row has put a token. Half of the window must be alike. Take
+   the one with the most likeness, where an interrupted copy counts `LESS`.
+5. Draft what followed it. If that reaches the end of the row, go on with its own beginning: a
    match d places back predicts a repetition with period d.
-5. For a tree, do so for the best places and merge what followed them: the best continuation whole,
+6. For a tree, do so for the best places and merge what followed them: the best continuation whole,
    then of each next one what is new, until the nodes are used up.
 
 The drafts are fixed (one-hot law), so any rule keeps the output exact.
@@ -34,6 +37,9 @@ PLACES: Final = 16
 WINDOW: Final = 10
 """Tokens in which likeness is counted."""
 
+LESS: Final = 3
+"""How much more alike an interrupted copy must be than a short match of the last tokens."""
+
 
 class NgramProposer:
     """Propose the continuation of the longest earlier match of the last tokens.
@@ -48,8 +54,8 @@ class NgramProposer:
 
     Note:
         Vectorised over the batch, on the device, without synchronisation; a row is never read past
-        its length. Traffic: `max_ngram` passes over the tokens of the batch; on a CPU one where
-        nothing matches.
+        its length. Traffic: `2 * max_ngram` passes over the tokens of the batch; on a CPU fewer
+        where nothing matches, or all rows have a long match.
     """
 
     wants_hidden = False
@@ -110,7 +116,8 @@ def ngram_lookup(
         tokens: `[batch, width] int64`.
         lens: `[batch] int32`, at least 1; what stands behind is not read.
         max_ngram: longest match.
-        min_ngram: shortest match; a shorter one counts where half of the window is alike.
+        min_ngram: shortest match; where half of the window is alike a shorter one counts, and one
+            of so many tokens before the last one.
         count: tokens to return for each match.
         places: most matches, at most `PLACES`.
 
@@ -123,8 +130,29 @@ def ngram_lookup(
         >>> ngram_lookup(row, torch.tensor([7]), max_ngram=3, min_ngram=1, count=4)
         (tensor([[[3, 9, 1, 2]]]), tensor([[True]]))
     """
-    batch, width = tokens.shape
     last = lens.long()[:, None] - 1
+    length, start, likeness = _matches(tokens, last, max_ngram)
+    is_long, is_alike = length >= min_ngram, likeness >= WINDOW // 2
+    rank = torch.where(is_long, (length + 1) * (WINDOW + 1), 0) + likeness
+    rank = torch.where(is_long | (is_alike & (length > 0)), rank, -1)
+    if places > 1 or not can_read(is_long) or not is_long.any(1).all():
+        length, before, likeness = _matches(tokens, last - 1, max_ngram)
+        is_copy = (length >= min_ngram) & (likeness >= WINDOW // 2)
+        start = torch.cat([start, before], 1)
+        rank = torch.cat([rank, torch.where(is_copy, likeness - LESS, -1)], 1)
+    order = rank.argsort(dim=1, descending=True, stable=True)[:, :places]
+    found = rank.gather(1, order) >= 0
+    start = torch.where(found, start.gather(1, order), last)
+    period = last + 1 - start
+    offset = torch.arange(count, device=tokens.device) % period[..., None]
+    columns = (start[..., None] + offset).flatten(1)
+    return tokens.gather(1, columns).view(*start.shape, count), found
+
+
+def _matches(tokens: Tensor, last: Tensor, max_ngram: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the longest, then most recent matches of the tokens up to `last [batch, 1]`: length,
+    place and likeness, `[batch, places]` each; a length of 0 is none."""
+    batch, width = tokens.shape
     place = torch.arange(width, device=tokens.device)
     matches = (place <= last) & (place > 0)  # place = first token behind a match
     length = torch.zeros(batch, width, dtype=torch.int64, device=tokens.device)
@@ -138,17 +166,7 @@ def ngram_lookup(
             break  # longer ones would find nothing
     scores = length * (width + 1) + place  # no two alike
     best, start = scores.topk(min(PLACES, width), dim=1)
-    length = best // (width + 1)
-    likeness = _likeness(tokens, last, start)
-    found = (length > 0) & ((length >= min_ngram) | (likeness >= WINDOW // 2))
-    rank = torch.where(found, length * (WINDOW + 1) + likeness, -1)
-    order = rank.argsort(dim=1, descending=True, stable=True)[:, :places]
-    found = found.gather(1, order)
-    start = torch.where(found, start.gather(1, order), last)
-    period = last + 1 - start
-    offset = torch.arange(count, device=tokens.device) % period[..., None]
-    columns = (start[..., None] + offset).flatten(1)
-    return tokens.gather(1, columns).view(*start.shape, count), found
+    return best // (width + 1), start, _likeness(tokens, last, start)
 
 
 def _likeness(tokens: Tensor, last: Tensor, start: Tensor) -> Tensor:
