@@ -102,6 +102,42 @@ def test_values_that_are_not_finite_stay_in_their_row(dtype: torch.dtype, value:
     assert torch.equal(found[1].isinf(), expected[1].isinf())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_are_within_rounding_of_float64(dtype: torch.dtype) -> None:
+    for size in (1, 7, 16, 61, 576):
+        torch.manual_seed(size)
+        norm = nn.RMSNorm(size, eps=1e-5).to(dtype)
+        norm.weight.copy_(torch.randn(size))
+        x = torch.randn(2, size, 3).to(dtype).transpose(1, 2)
+        expected = F.rms_norm(x.double(), (size,), norm.weight.double(), 1e-5)
+        assert speed_up_linear_(norm) == 1
+        found = norm(x)
+        assert (found.dtype, found.shape) == (dtype, x.shape)
+        slack = torch.finfo(dtype).eps + size * torch.finfo(torch.float32).eps
+        assert ((found.double() - expected).abs() <= slack * expected.abs()).all()
+        assert torch.equal(found[1, 2], norm(x[1, 2]))
+        x[0, 1, size - 1] = float("nan")
+        assert torch.equal(norm(x)[1], found[1])
+        assert norm(x)[0, 1].isnan().all()
+        assert norm(x[:0]).shape == (0, 3, size)
+
+
+def test_norms_of_another_kind_stay_as_they_were() -> None:
+    others = [nn.RMSNorm((2, 3), eps=1e-5), nn.RMSNorm(3), nn.RMSNorm(3, 1e-5, False)]
+    assert speed_up_linear_(nn.ModuleList([*others, nn.RMSNorm(3, 1e-5).half()])) == 0
+    norm = nn.RMSNorm(3, eps=1e-5)
+    speed_up_linear_(norm)
+    x = torch.randn(2, 3)
+    assert torch.equal(norm(x.double()), F.rms_norm(x.double(), (3,), norm.weight, 1e-5))
+    with pytest.raises(RuntimeError, match="shape"):
+        norm(torch.randn(2, 4))
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        trained = nn.RMSNorm(3, eps=1e-5)
+        speed_up_linear_(trained)
+        trained(torch.randn(2, 3)).sum().backward()
+        assert trained.weight.grad is not None
+
+
 def test_calls_with_gradients_and_other_layers_stay_as_they_were() -> None:
     class Special(nn.Linear):
         pass
@@ -151,7 +187,7 @@ def test_without_a_compiler_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(path: Path) -> str:
         raise OSError(f"no {path.name}")
 
-    few_rows._products.cache_clear()
+    few_rows._loops.cache_clear()
     monkeypatch.setattr(Path, "read_text", missing)
     layer = nn.Linear(4, 4)
     with pytest.raises(RuntimeError, match=r"cannot compile its loop: no few_rows\.cpp"):

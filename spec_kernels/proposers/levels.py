@@ -272,13 +272,16 @@ class Grower:
         flat = flat.float() if flat.dtype == torch.float64 else flat
         if rows < len(nodes):
             is_wanted = is_wanted.any(1, keepdim=True)
-        request = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-        owner = torch.where(is_wanted, request, -1).flatten()
         if self._ids is None:
             flat = flat[:, : state.vocab_size]  # a wider model's padding is never drawn
         elif state.adjust_ is not None or state.rule == "coupled":
             narrow, flat = flat, flat.new_full((len(flat), state.vocab_size), float("-inf"))
             flat[:, self._ids] = narrow
+        if state.adjust_ is None and not self._wants_laws:
+            row = _rows_of_nodes(batch, rows, len(nodes), device)
+            return _Level(flat, is_wanted.flatten(), None, row)
+        request = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+        owner = torch.where(is_wanted, request, -1).flatten()
         if state.adjust_ is not None:
             node = torch.tensor(nodes, dtype=torch.int32, device=device).repeat(batch)
             known = None if parents is None else parents[:, : tokens.shape[1]]

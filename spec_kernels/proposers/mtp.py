@@ -40,6 +40,7 @@ from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
 from spec_kernels.proposers.heads import fit_hidden
 from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
+from spec_kernels.proposers.template import TreeTemplate
 from spec_kernels.targets import Nodes, can_read, make_room
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
@@ -53,7 +54,8 @@ class MTPProposer:
     Args:
         mtp: trained for the target, on its device. A reduced draft vocabulary brings its ids along:
             tokens outside it are never drafted.
-        depth: deepest draft; by default one per module. A shared module may serve more depths.
+        depth: deepest draft; by default one per module, or the tree's. A shared module may serve
+            more depths.
         temperature: of the drafts of sampling requests; None = each request's own.
         tree: children of each node by depth, the parents of a tree, or `BestFirst`; None = a chain.
         children: how siblings are chosen, as of `DraftModelProposer`.
@@ -86,6 +88,8 @@ class MTPProposer:
         )
         self.mtp, self.draft_to_target = mtp, mtp.draft_to_target
         self.growing = Growing(tree, children, temperature, mtp.draft_to_target, self.depth)
+        if isinstance(self.growing.tree, TreeTemplate):
+            self.depth = self.growing.tree.depth  # deeper modules have nothing to do
         self.replacement = self.growing.replacement
 
     def open(self, state: DecodingState, capacity: int) -> MTPSession:
@@ -231,7 +235,10 @@ class MTPSession:
         for depth, fed in enumerate(self._fed, 1):
             cache, kept = self.caches[depth - 1], fed.num_new - _missing(depth, fed.start)
             cache.holds_tree = False  # what is kept lies in front
-            cache.keep(torch.where(kept > 0, 0, -1)[:, None], (kept - 1).clamp(min=0))
+            if can_read(kept):
+                cache.advance([max(count, 0) for count in kept.tolist()])
+            else:
+                cache.keep(torch.where(kept > 0, 0, -1)[:, None], (kept - 1).clamp(min=0))
             starts[depth - 1] = ends
         waiting[0] = _pick(fit_hidden(hidden, waiting[0]), result.path.clamp(min=0).long())
         for depth, fed in enumerate(self._fed[: self._depth - 1], 2):
@@ -280,21 +287,25 @@ class MTPSession:
             new = self._new_tokens(start, count, most)
         line = _line_up(new, count, shown)
         width = line.tokens.shape[1]
-        skip = _missing(depth, start)[:, None]
-        taken = place = torch.arange(width, device=skip.device).expand(len(skip), -1)
-        tokens, parents = line.tokens, line.parents
-        if not can_read(skip) or skip.any():  # only at the beginning of a text
+        tokens, parents, num_nodes = line.tokens, line.parents, line.length
+        taken = place = torch.arange(width, device=start.device).expand(len(start), -1)
+        skip = None
+        if not can_read(start) or int(start.min()) < depth:  # only at the beginning of a text
+            skip = _missing(depth, start)[:, None]
             taken = (place + skip).clamp(max=width - 1)
             tokens, parents = tokens.gather(1, taken), parents.gather(1, taken)
+            num_nodes = (num_nodes - skip[:, 0]).clamp(min=0)
         inputs = _pick(waiting, taken.clamp(max=waiting.shape[1] - 1))
         if above is not None:
             known = parents if above.start is start else parents - (above.start - start)[:, None]
             found = _pick(above.states, known.clamp(0, above.states.shape[1] - 1))
             inputs = torch.where((known >= 0)[..., None], found, inputs)
-        num_nodes = (line.length - skip[:, 0]).clamp(min=0).to(torch.int32)
-        hung = (parents - skip).clamp(min=-1).to(torch.int32) if line.is_tree else None
-        states = self._compute(depth, inputs, tokens, num_nodes, hung)
-        if taken is not place:  # from the places computed to those of the line
+        hung = None
+        if line.is_tree:
+            hung = parents if skip is None else (parents - skip).clamp(min=-1)
+            hung = hung.to(torch.int32)
+        states = self._compute(depth, inputs, tokens, num_nodes.to(torch.int32), hung)
+        if skip is not None:  # from the places computed to those of the line
             states = _pick(states, (place - skip).clamp(min=0))
         self._fed.append(_Fed(start, count, most, new, states))
 

@@ -388,7 +388,7 @@ class Nodes:
         Args:
             states: `[tokens, size]`, last hidden states: NaN in the K/V of a node ends up there.
         """
-        if self._contained or not self._may_leak or bool(states.isfinite().all()):
+        if self._contained or not self._may_leak or math.isfinite(states.sum(dtype=torch.float32)):
             return False
         self._contained = True
         return True

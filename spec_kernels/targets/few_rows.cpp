@@ -1,9 +1,11 @@
-// Products of few rows with a weight matrix: each weight is read once, and used for all rows.
+// Products of few rows with a weight matrix: each weight is read once, and used for all rows; and
+// the norms between such products, for which torch takes eight small operations.
 // Eight lanes at a time; sums are float32, whatever the numbers are. Built by few_rows.py.
 //
 // Weights are loaded 32 bytes at a time. Eight are float32 lanes as they are. Sixteen in bfloat16
 // are eight words; a bfloat16 is the upper half of a float32, so a shift and a mask make the lanes
 // of the numbers in even and in odd places. Inputs are laid out likewise before the loop.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -161,7 +163,34 @@ static void multiply(const Number* weight, const Number* x, Number* y, int64_t o
   }
 }
 
+// y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+template <typename Number>
+static void normalise(const Number* weight, const Number* x, Number* y, int64_t size, int64_t rows,
+                      float eps) {
+  int64_t whole = size / lanes<Number> * lanes<Number>;
+  for (int64_t row = 0; row < rows; ++row, x += size, y += size) {
+    Lanes sums = {};
+    for (int64_t i = 0; i < whole; i += lanes<Number>)
+      for (int vector = 0; vector < vectors<Number>; ++vector) {
+        Lanes numbers = load(x + i, vector);
+        sums = multiply_add(numbers, numbers, sums);
+      }
+    float sum = total(sums);
+    for (int64_t i = whole; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
+    float scale = 1.0f / std::sqrt(sum / size + eps);
+    for (int64_t i = 0; i < size; ++i) store(widen(x[i]) * scale * widen(weight[i]), y + i);
+  }
+}
+
 extern "C" {
+void normalise_float32(const float* weight, const float* x, float* y, int64_t size, int64_t rows,
+                       float eps) {
+  normalise(weight, x, y, size, rows, eps);
+}
+void normalise_bfloat16(const uint16_t* weight, const uint16_t* x, uint16_t* y, int64_t size,
+                        int64_t rows, float eps) {
+  normalise(weight, x, y, size, rows, eps);
+}
 void multiply_float32(const float* weight, const float* x, float* y, int64_t outputs,
                       int64_t inputs, int64_t rows, int threads) {
   multiply(weight, x, y, outputs, inputs, rows, threads);

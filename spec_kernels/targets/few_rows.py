@@ -5,16 +5,16 @@ reading the matrix costs, but torch's products on a CPU are made for one row, or
 them every row is paid for, in bfloat16 without the instructions in full. `speed_up_linear_` puts
 the loop of `few_rows.cpp` in their place; torch's own compiler front end builds it on first use.
 It rounds otherwise than the products that it replaces, and the same way for any number of rows up
-to `MAX_ROWS`; a verifier is exact for the logits that it is given.
+to `MAX_ROWS`; a verifier is exact for the logits that it is given. `nn.RMSNorm`, of which torch
+makes eight operations, becomes one loop of the same page.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ MAX_ROWS: Final = 128
 """Above it torch's products in float32 are as fast."""
 
 _BLOCK: Final = 1 << 21  # weights of a product of many rows, widened to float32 at a time
-_NAMES: Final = {torch.float32: "multiply_float32", torch.bfloat16: "multiply_bfloat16"}
+_SUFFIXES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class FewRowsLinear(nn.Linear):
@@ -38,33 +38,40 @@ class FewRowsLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Linear gave it
         """Return input @ weight.T + bias, `[..., outputs]`."""
         weight, outputs, inputs = self.weight, self.out_features, self.in_features
-        rows = input.numel() // max(inputs, 1)
-        if (
-            torch.is_grad_enabled()
-            or not _is_eligible(weight)
-            or input.dtype is not weight.dtype
-            or input.device != weight.device
-            or input.shape[-1] != inputs
-            or rows == 0
-        ):
+        if not _suits(input, weight):
             return F.linear(input, weight, self.bias)
+        rows, shape = input.numel() // inputs, (*input.shape[:-1], outputs)
         if rows > MAX_ROWS:
-            out = _many_rows(input.reshape(rows, inputs), weight)
+            out = _many_rows(input.reshape(rows, inputs), weight).view(shape)
         else:
-            x = input.contiguous()
-            out = x.new_empty(rows, outputs)
-            product = _products()[weight.dtype]
+            x, out = input.contiguous(), input.new_empty(shape)
             pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
-            product(*pointers, outputs, inputs, rows, torch.get_num_threads())
-        out = out if self.bias is None else out.add_(self.bias)
-        return out.view(*input.shape[:-1], outputs)
+            multiply = _loops()[weight.dtype].multiply
+            multiply(*pointers, outputs, inputs, rows, torch.get_num_threads())
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class FewRowsNorm(nn.RMSNorm):
+    """A norm that is one loop; what `speed_up_linear_` turns `nn.RMSNorm` over columns into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight, of the shape of x."""
+        weight = self.weight
+        if not _suits(x, weight):
+            return super().forward(x)
+        x, out = x.contiguous(), x.new_empty(x.shape)
+        pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
+        size = weight.shape[0]
+        _loops()[weight.dtype].normalise(*pointers, size, x.numel() // size, self.eps)
+        return out
 
 
 def speed_up_linear_(model: nn.Module) -> int:
     """Give the linear layers of a model on a CPU a fast product for few rows, in place.
 
-    Layers are `nn.Linear` themselves (no subclasses) with contiguous float32 or bfloat16 weights on
-    the CPU: they become `FewRowsLinear`, with the same parameters. Not meant for bfloat16 on CPUs
+    Layers are `nn.Linear`, and `nn.RMSNorm` over columns, themselves (no subclasses), with
+    contiguous float32 or bfloat16 weights on the CPU: they become `FewRowsLinear` and
+    `FewRowsNorm`, with the same parameters. Not meant for bfloat16 on CPUs
     that multiply it themselves (where `smollm2.fast_dtype` is bfloat16).
 
     Args:
@@ -86,29 +93,60 @@ def speed_up_linear_(model: nn.Module) -> int:
         ...     model(torch.ones(2, 64)).shape
         torch.Size([2, 8])
     """
-    layers = [m for m in model.modules() if type(m) is nn.Linear and _is_eligible(m.weight)]
-    _products()
+    layers = [layer for layer in model.modules() if _is_eligible(layer)]
+    _loops()
     for layer in layers:
-        layer.__class__ = FewRowsLinear
+        layer.__class__ = FewRowsLinear if type(layer) is nn.Linear else FewRowsNorm
     return len(layers)
 
 
-def _is_eligible(weight: Tensor) -> bool:
-    return weight.is_cpu and weight.dtype in _NAMES and weight.is_contiguous()
+def _is_eligible(layer: nn.Module) -> bool:
+    """Tell that a layer is one that there is a loop for."""
+    if type(layer) is nn.RMSNorm:
+        has_all = layer.weight is not None and layer.eps is not None
+        return has_all and layer.weight.dim() == 1 and _has_loop(layer.weight)
+    return type(layer) is nn.Linear and _has_loop(layer.weight)
+
+
+def _has_loop(weight: Tensor) -> bool:
+    return weight.is_cpu and weight.dtype in _SUFFIXES and weight.is_contiguous()
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Tell that a loop computes what is asked for."""
+    return (
+        not torch.is_grad_enabled()
+        and _has_loop(weight)
+        and x.dtype is weight.dtype
+        and x.device == weight.device
+        and x.shape[-1] == weight.shape[-1]
+        and x.numel() > 0
+    )
+
+
+class _Loops(NamedTuple):
+    """The loops of a dtype."""
+
+    multiply: Any
+    normalise: Any
 
 
 @functools.cache
-def _products() -> dict[torch.dtype, Callable[..., None]]:
-    """Compile the loop, or load what was compiled before."""
+def _loops() -> dict[torch.dtype, _Loops]:
+    """Compile the loops, or load what was compiled before."""
     from torch._inductor.codecache import CppCodeCache
 
     try:
         library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
     except Exception as error:  # a missing compiler and a failing one have no common base
         raise RuntimeError(f"speed_up_linear_ cannot compile its loop: {error}") from error
-    found = {dtype: getattr(library, name) for dtype, name in _NAMES.items()}
-    for product in found.values():
-        product.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+    found = {}
+    for dtype, suffix in _SUFFIXES.items():
+        loops = _Loops(*(getattr(library, f"{name}_{suffix}") for name in _Loops._fields))
+        pointers = [ctypes.c_void_p] * 3
+        loops.multiply.argtypes = [*pointers, *[ctypes.c_int64] * 3, ctypes.c_int]
+        loops.normalise.argtypes = [*pointers, *[ctypes.c_int64] * 2, ctypes.c_float]
+        found[dtype] = loops
     return found
 
 

@@ -43,13 +43,15 @@ def top_children(logits: Tensor, k: int) -> Tensor:
     require(k >= 1, f"k must be at least 1, got {k}")
     rows, vocab = logits.shape
     values = logits.nan_to_num(-math.inf, math.inf, -math.inf)
-    ids = torch.full((rows, k), PAD_TOKEN, dtype=torch.int64, device=logits.device)
-    for place in range(min(k, vocab)):
+    ids, count = [], min(k, vocab)
+    for place in range(count):
         largest, best = values.max(1, keepdim=True)  # the first of the largest
-        ids[:, place : place + 1] = torch.where(largest > -math.inf, best, PAD_TOKEN)
-        if place + 1 < k:
+        ids.append(torch.where(largest > -math.inf, best, PAD_TOKEN))
+        if place + 1 < count:
             values = values.scatter(1, best, -math.inf)
-    return ids
+    if count < k:
+        ids.append(logits.new_full((rows, k - count), PAD_TOKEN, dtype=torch.int64))
+    return ids[0] if len(ids) == 1 else torch.cat(ids, 1)
 
 
 def path_scores(parents: Tensor, scores: Tensor, max_depth: int) -> Tensor:
