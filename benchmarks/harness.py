@@ -240,13 +240,14 @@ def time_cases(
     device: str,
     *,
     seconds: float = 4.0,
+    most: int = 40,
     repeats: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Time the variants of all cases in turns and return a row for each case.
 
     Args:
-        seconds: about how long the turns of a case may take, between 3 and 40 turns.
+        seconds: about how long the turns of a case may take, between 3 and `most` turns.
         repeats: the number of turns instead.
         clock: as in `measure`.
     """
@@ -263,7 +264,7 @@ def time_cases(
     if not repeats:
         once = measure(calls, repeats=1, device=device, clock=clock)
         turn = sum(times.p50 for times in once.values())
-        repeats = max(3, min(40, int(seconds * len(cases) / max(turn, 1e-9))))
+        repeats = max(3, min(most, int(seconds * len(cases) / max(turn, 1e-9))))
     times = measure(calls, repeats=repeats, device=device, clock=clock)
     rows = []
     for place, case in enumerate(cases):
@@ -318,7 +319,10 @@ def run(
     seconds = 8.0 if options.full else 1.2
     for case in cases(options):
         group = case if isinstance(case, list) else [case]
-        timed = time_cases(group, options.device, seconds=seconds, repeats=repeats, clock=clock)
+        most = 400 if options.full else 40  # the median of 40 turns wanders by 2 %
+        timed = time_cases(
+            group, options.device, seconds=seconds, most=most, repeats=repeats, clock=clock
+        )
         rows += timed
         for row in timed:
             print_row(row)
