@@ -88,7 +88,12 @@ def positions_of(rows: Layout, start: int, stop: int) -> View:
 
 def by_head(query: Tensor, nodes: int, heads: int) -> Tensor:
     """Turn `[tokens, heads * group, dim]` into `[requests, heads, nodes * group, dim]`."""
-    rows = heads_of((query.shape, query.stride()), nodes, heads).of(query)
+    return by_view(query, heads_of((query.shape, query.stride()), nodes, heads))
+
+
+def by_view(query: Tensor, view: View) -> Tensor:
+    """Do as `by_head` with a view that is known."""
+    rows = view.of(query)
     return rows if rows.dim() == 4 else rows.flatten(2, 3)
 
 
@@ -262,8 +267,7 @@ def attend_at_once(
     if block_table is not None:
         blocks = block_table[:, : plan.blocks]
         keys, values = gather(keys, blocks), gather(values, blocks)
-    rows = plan.query.of(query)
-    rows = rows if plan.place.group == 1 else rows.flatten(2, 3)
+    rows = by_view(query, plan.query)
     bias, hidden = plan.bias if plan.is_known else bias_of(plan.place, ancestors, plan.wide)
     k, v = plan.keys[0].of(keys), plan.values[0].of(values)
     out, lse = FUSED(rows, k, v, attn_mask=bias, scale=scale)

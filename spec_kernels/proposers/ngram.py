@@ -37,6 +37,9 @@ PLACES: Final = 16
 WINDOW: Final = 10
 """Tokens in which likeness is counted."""
 
+HALF: Final = WINDOW // 2
+"""Likeness from which a place counts without a long match of the last tokens."""
+
 LESS: Final = 3
 """How much more alike an interrupted copy must be than a short match of the last tokens."""
 
@@ -132,12 +135,13 @@ def ngram_lookup(
     """
     last = lens.long()[:, None] - 1
     length, start, likeness = _matches(tokens, last, max_ngram)
-    is_long, is_alike = length >= min_ngram, likeness >= WINDOW // 2
+    is_long = length >= min_ngram
+    is_short = (length > 0) & (likeness >= HALF)
     rank = torch.where(is_long, (length + 1) * (WINDOW + 1), 0) + likeness
-    rank = torch.where(is_long | (is_alike & (length > 0)), rank, -1)
+    rank = torch.where(is_long | is_short, rank, -1)
     if places > 1 or not can_read(is_long) or not is_long.any(1).all():
         length, before, likeness = _matches(tokens, last - 1, max_ngram)
-        is_copy = (length >= min_ngram) & (likeness >= WINDOW // 2)
+        is_copy = (length >= min_ngram) & (likeness >= HALF)
         start = torch.cat([start, before], 1)
         rank = torch.cat([rank, torch.where(is_copy, likeness - LESS, -1)], 1)
     order = rank.argsort(dim=1, descending=True, stable=True)[:, :places]

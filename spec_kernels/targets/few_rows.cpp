@@ -58,8 +58,8 @@ static inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
 #endif
 }
 
-// Makes the compiler load a vector that is used more than once once: it would load it for each use,
-// and loads are as scarce as products.
+// Keeps a vector that is used several times in a register: left to itself the compiler loads it for
+// each use, and loads are as scarce as products.
 static inline void hold(Lanes& x) {
 #ifdef __FMA__
   asm("" : "+x"(x));

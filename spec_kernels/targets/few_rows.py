@@ -71,8 +71,8 @@ def speed_up_linear_(model: nn.Module) -> int:
 
     Layers are `nn.Linear`, and `nn.RMSNorm` over columns, themselves (no subclasses), with
     contiguous float32 or bfloat16 weights on the CPU: they become `FewRowsLinear` and
-    `FewRowsNorm`, with the same parameters. Not meant for bfloat16 on CPUs
-    that multiply it themselves (where `smollm2.fast_dtype` is bfloat16).
+    `FewRowsNorm`, with the same parameters. Not meant for bfloat16 on CPUs that multiply it
+    themselves (where `smollm2.fast_dtype` is bfloat16).
 
     Args:
         model: any module; a second call changes nothing.
