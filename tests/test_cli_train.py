@@ -140,6 +140,50 @@ def test_a_folder_of_another_training_is_refused(model_folder: Path, tmp_path: P
     assert "seed 0, not 5" in message
 
 
+def test_training_goes_on_with_given_modules(model_folder: Path, tmp_path: Path) -> None:
+    assert from_self(model_folder, tmp_path / "one", "sequential").exit_code == 0
+    start = tmp_path / "one/sequential/weights"
+    # a rate of almost 0: what was given stays as it is, up to the dtype that it is stored in
+    more = ("--start", start, "--skip-prompts", 6, "--learning-rate", 1e-9)
+    result = from_self(model_folder, tmp_path / "two", "sequential", *more)
+    assert result.exit_code == 0, result.output
+    one, two = weights(tmp_path / "one", "sequential"), weights(tmp_path / "two", "sequential")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    record = json.loads((tmp_path / "two/sequential/weights/record.json").read_text())
+    assert record["start"] == start.as_posix()
+    assert record["skip_prompts"] == 6
+
+
+def test_answers_are_those_of_a_text_that_leaves_no_questions_out(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    assert from_self(model_folder, tmp_path / "whole", "parallel").exit_code == 0
+    rest = ("--prompts", 4, "--skip-prompts", 2)
+    assert from_self(model_folder, tmp_path / "rest", "parallel", *rest).exit_code == 0
+    whole, part = (
+        load_file(tmp_path / name / "states/training-000.safetensors")["tokens"]
+        for name in ("whole", "rest")
+    )
+    assert len(part) == 4
+    for one, two in zip(whole[2:], part, strict=True):
+        assert one[one >= 0].tolist() == two[two >= 0].tolist()
+
+
+def test_modules_to_go_on_with_must_be_those_asked_for(model_folder: Path, tmp_path: Path) -> None:
+    assert from_self(model_folder, tmp_path, "parallel").exit_code == 0
+    start, out = tmp_path / "parallel/weights", tmp_path / "out"
+    for arguments, message in (
+        (("--start", start, "--depth", 2), "depth 3, not 2"),
+        (("--start", start, "--draft-vocab", 8), "draft_vocab 9, not 8"),
+        (("--start", tmp_path), "cannot read MTP modules"),
+        (("--skip-prompts", 10**6), "0 questions"),
+    ):
+        assert message in refused(from_self(model_folder, out, "parallel", *arguments))
+    assert "kind parallel" in refused(from_self(model_folder, out, "sequential", "--start", start))
+    assert not out.exists()
+
+
 def test_held_out_questions_share_no_topic_with_training() -> None:
     held_out = " ".join(training.recipe.held_out_prompts())
     assert not [topic for topic in training.recipe.TRAINING_TOPICS if topic in held_out]

@@ -16,11 +16,12 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from spec_kernels._check import require
 from spec_kernels.cli._common import ERR, OUT, Model, Threads, friendly_errors, progress
 from spec_kernels.cli._setup import Loaded
 from spec_kernels.integrations.smollm2_mtp import matrices_of
 from spec_kernels.nn._decoder_block import MTPConfig
-from spec_kernels.nn.mtp import MTP, ParallelHeads, SequentialMTP
+from spec_kernels.nn.mtp import MTP, ParallelHeads, SequentialMTP, load_mtp
 from spec_kernels.training import (
     Acceptance,
     Corpus,
@@ -112,12 +113,12 @@ def _corpora_of_files(
 
 
 def _corpora_of_self(
-    source: Loaded, prompts: int, tokens: int, seed: int, states: States, bar: _Bar
+    source: Loaded, prompts: range, tokens: int, seed: int, states: States, bar: _Bar
 ) -> tuple[Corpus, Corpus]:
     """Return training text, drawn at a temperature, and held-out text, greedy as it is used."""
     from spec_kernels.integrations.prompts import encode_prompt
 
-    def corpus(name: str, texts: Sequence[str], temperature: float) -> Corpus:
+    def corpus(name: str, texts: Sequence[str], temperature: float, first: int) -> Corpus:
         task, written = bar.task(f"writing {name}", len(texts) * tokens), [0]
 
         def part(start: int) -> list[Passage]:
@@ -136,15 +137,31 @@ def _corpora_of_self(
                 ids,
                 max_new_tokens=tokens,
                 temperature=temperature,
-                seeds=[recipe.answer_seed(seed, start + index) for index in range(len(ids))],
+                seeds=[recipe.answer_seed(seed, first + start + i) for i in range(len(ids))],
                 eos_ids=source.eos_ids,
                 report=report,
             )
 
         return states.corpus(name, part, range(0, len(texts), _PART))
 
-    held_out = corpus("held-out", recipe.held_out_prompts(), 0.0)
-    return corpus("training", recipe.training_prompts(seed)[:prompts], 0.7), held_out
+    held_out = corpus("held-out", recipe.held_out_prompts(), 0.0, 0)
+    texts = recipe.training_prompts(seed)[prompts.start : prompts.stop]
+    return corpus("training", texts, 0.7, prompts.start), held_out
+
+
+def _load_module(source: Loaded, settings: dict[str, Any]) -> MTP:
+    """Return the modules that training goes on with; refuse others than those asked for."""
+    folder, matrices = settings["start"], matrices_of(source.model)
+    module = load_mtp(folder, *matrices, dtype=torch.float32)
+    found = {name: getattr(module.config, name) for name in ("kind", "depth", "is_shared")}
+    found["draft_vocab"] = module.draft_vocab
+    asked = settings | {"draft_vocab": settings["draft_vocab"] or len(matrices[1])}
+    if found["kind"] == "parallel":
+        del found["is_shared"]
+    names = [name for name, value in found.items() if value != asked[name]]
+    differ = ", ".join(f"{name} {found[name]}, not {asked[name]}" for name in names)
+    require(not names, f"--start {folder} holds modules of {differ}")
+    return module
 
 
 def _make_module(source: Loaded, corpus: Corpus, settings: dict[str, Any]) -> MTP:
@@ -215,20 +232,22 @@ def _train(
 
 def _run(
     source: Loaded,
+    given: MTP | None,
     texts: Sequence[str],
     states: States,
     training: Training,
     folder: TrainingFolder,
 ) -> None:
     settings, start = folder.settings, time.monotonic()
-    seed = settings["seed"]
     with _Bar() as bar:
         if texts:
             corpora = _corpora_of_files(source, texts, states, bar)
         else:
-            sizes = (settings["prompts"], settings["new_tokens"], seed)
+            skipped = settings.get("skip_prompts", 0)
+            prompts = range(skipped, skipped + settings["prompts"])
+            sizes = (prompts, settings["new_tokens"], settings["seed"])
             corpora = _corpora_of_self(source, *sizes, states, bar)
-        module = _make_module(source, corpora[0], settings)
+        module = _make_module(source, corpora[0], settings) if given is None else given
         done = _train(source, module, corpora, training, folder, bar)
     if done < training.steps:
         ERR.print(f"stopped after step {done} of {training.steps}; the same command goes on")
@@ -262,6 +281,9 @@ def train_mtp(
     ] = True,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Ids to draft from; 0 = all.")] = 8192,
     prompts: Annotated[int, typer.Option(min=2, help="Questions that the model answers.")] = 816,
+    skip_prompts: Annotated[
+        int, typer.Option(min=0, help="Questions to leave out before them.")
+    ] = 0,
     new_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 144,
     steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 760,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 4,
@@ -274,13 +296,16 @@ def train_mtp(
         int | None,
         typer.Option(min=0, help="Compare the likeliest ids and so many others (default: all)."),
     ] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="Folder of trained modules to go on with (default: fresh).")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of text, start and order.")] = 0,
     threads: Threads = None,
 ) -> None:
     """Train multi-token prediction modules on a frozen model."""
     with friendly_errors():
-        given = data or ["self"]
-        if "self" in given and len(given) > 1:
+        sources = data or ["self"]
+        if "self" in sources and len(sources) > 1:
             raise ValueError("--data must be self or text files, not both")
         training = Training(
             steps,
@@ -291,9 +316,14 @@ def train_mtp(
             others=others,
             seed=seed,
         )
-        texts = [] if given == ["self"] else _read_texts([Path(name) for name in given])
-        written = {"prompts": prompts, "new_tokens": new_tokens} if not texts else {}
-        text_settings = {"model": model, "data": given, "seed": seed, **written}
+        texts = [] if sources == ["self"] else _read_texts([Path(name) for name in sources])
+        written: dict[str, Any] = {}
+        if not texts:
+            most = len(recipe.training_prompts(seed)) - skip_prompts
+            require(most >= 2, f"--skip-prompts leaves {max(most, 0)} questions, 2 are needed")
+            written = {"prompts": prompts, "new_tokens": new_tokens}
+            written |= {"skip_prompts": skip_prompts} if skip_prompts else {}
+        text_settings = {"model": model, "data": sources, "seed": seed, **written}
         settings = {
             **text_settings,
             "kind": kind,
@@ -306,12 +336,14 @@ def train_mtp(
             "loss": loss,
             "first_depth_until": training.first_depth_until,
             "others": others,
+            **({} if start is None else {"start": start.as_posix()}),
         }
-        states = States(out / "states", text_settings)
-        folder = TrainingFolder(out / kind, settings)
         if threads is not None:
             torch.set_num_threads(threads)
         with progress() as say:
             say("importing transformers")
             source = Loaded.load(model, torch.float32, say)
-        _run(source, texts, states, training, folder)
+        given = None if start is None else _load_module(source, settings)
+        states = States(out / "states", text_settings)
+        folder = TrainingFolder(out / kind, settings)
+        _run(source, given, texts, states, training, folder)

@@ -9,158 +9,52 @@ from __future__ import annotations
 import random
 from typing import Final
 
-TRAINING_TOPICS: Final = (
-    "volcanoes",
-    "honey bees",
-    "the Roman Empire",
-    "photosynthesis",
-    "chess",
-    "black holes",
-    "the printing press",
-    "coffee",
-    "earthquakes",
-    "the human heart",
-    "solar panels",
-    "jazz music",
-    "the Great Wall of China",
-    "penguins",
-    "democracy",
-    "vaccines",
-    "bicycles",
-    "the water cycle",
-    "dinosaurs",
-    "Shakespeare",
-    "the stock market",
-    "yoga",
-    "rainforests",
-    "electric cars",
-    "ancient Egypt",
-    "gravity",
-    "chocolate",
-    "wolves",
-    "the Olympic Games",
-    "meditation",
-    "plate tectonics",
-    "robots",
-    "the Moon",
-    "tea ceremonies",
-    "DNA",
-    "wind energy",
-    "painting with oil colours",
-    "the Industrial Revolution",
-    "sleep",
-    "whales",
-    "learning a language",
-    "databases",
-    "gardening in a small yard",
-    "the immune system",
-    "budgeting money",
-    "deserts",
-    "marathon running",
-    "the telephone",
-    "recycling",
-    "public speaking",
-    "Mars",
-    "antibiotics",
-    "the Renaissance",
-    "elephants",
-    "algebra",
-    "camping",
-    "the Vikings",
-    "tides",
-    "podcasts",
-    "coral reefs",
-    "the Cold War",
-    "origami",
-    "bridges",
-    "pasta",
-    "the Sahara",
-    "artificial intelligence",
-    "rice farming",
-    "the Wright brothers",
-    "butterflies",
-    "inflation",
-    "ballet",
-    "the periodic table",
-    "tunnels",
-    "the Amazon river",
-    "fairy tales",
-    "sugar",
-    "the human brain",
-    "submarines",
-    "basketball",
-    "the Aztecs",
-    "fungi",
-    "cryptography",
-    "the guitar",
-    "job interviews",
-    "the ozone layer",
-    "horses",
-    "the Middle Ages",
-    "probability",
-    "knitting",
-    "allergies",
-    "the Suez Canal",
-    "comets",
-    "street food",
-    "bacteria",
-    "copyright",
-    "the piano",
-    "wetlands",
-    "the Mongol Empire",
-    "clouds",
-    "time management",
-    "dolphins",
-    "microscopes",
-    "the Constitution of the United States",
-    "skiing",
-    "salt",
-    "the Milky Way",
-    "spiders",
-    "taxes",
-    "theatre",
-    "nuclear power",
-    "bamboo",
-    "the Phoenicians",
-    "lungs",
-    "airports",
-    "haiku",
-    "forest fires",
-    "the Panama Canal",
-    "chemistry in the kitchen",
-    "insulin",
-    "crocodiles",
-    "typography",
-    "the Great Depression",
-    "rowing",
-    "lightning",
-    "wool",
-    "video games",
-    "the Maya calendar",
-    "eyesight",
-    "drones",
-    "sharks",
-    "renting a flat",
-    "the Ottoman Empire",
-    "rainbows",
-    "bees in the city",
-    "stamps",
-    "open source software",
-    "the Alps",
-    "ants",
-    "marketing a small shop",
-    "pottery",
-    "satellites",
-    "vitamins",
-    "the Black Death",
-    "soap",
-    "football",
-    "calculus",
-    "opera",
-    "batteries",
-    "parrots",
-    "concrete",
-)
+_TOPICS: Final = """
+volcanoes; honey bees; the Roman Empire; photosynthesis; chess; black holes; the printing press;
+coffee; earthquakes; the human heart; solar panels; jazz music; the Great Wall of China;
+penguins; democracy; vaccines; bicycles; the water cycle; dinosaurs; Shakespeare; the stock
+market; yoga; rainforests; electric cars; ancient Egypt; gravity; chocolate; wolves; the Olympic
+Games; meditation; plate tectonics; robots; the Moon; tea ceremonies; DNA; wind energy; painting
+with oil colours; the Industrial Revolution; sleep; whales; learning a language; databases;
+gardening in a small yard; the immune system; budgeting money; deserts; marathon running; the
+telephone; recycling; public speaking; Mars; antibiotics; the Renaissance; elephants; algebra;
+camping; the Vikings; tides; podcasts; coral reefs; the Cold War; origami; bridges; pasta; the
+Sahara; artificial intelligence; rice farming; the Wright brothers; butterflies; inflation;
+ballet; the periodic table; tunnels; the Amazon river; fairy tales; sugar; the human brain;
+submarines; basketball; the Aztecs; fungi; cryptography; the guitar; job interviews; the ozone
+layer; horses; the Middle Ages; probability; knitting; allergies; the Suez Canal; comets; street
+food; bacteria; copyright; the piano; wetlands; the Mongol Empire; clouds; time management;
+dolphins; microscopes; the Constitution of the United States; skiing; salt; the Milky Way;
+spiders; taxes; theatre; nuclear power; bamboo; the Phoenicians; lungs; airports; haiku; forest
+fires; the Panama Canal; chemistry in the kitchen; insulin; crocodiles; typography; the Great
+Depression; rowing; lightning; wool; video games; the Maya calendar; eyesight; drones; sharks;
+renting a flat; the Ottoman Empire; rainbows; bees in the city; stamps; open source software; the
+Alps; ants; marketing a small shop; pottery; satellites; vitamins; the Black Death; soap;
+football; calculus; opera; batteries; parrots; concrete; rice cookers; the Byzantine Empire;
+hummingbirds; jet engines; the Great Barrier Reef; calligraphy; the nervous system; mountain
+bikes; the Gold Rush; beekeeping tools; tomatoes; the speed of light; archery; the Inca roads;
+maps; asthma; the harp; credit cards; wind instruments; camels; the Berlin Wall; steel; seed
+banks; dreams; the Nobel Prize; puppets; the Pacific Ocean; compilers; peanuts; hot air balloons;
+the Magna Carta; frogs; fermentation; trade unions; glass blowing; the Hubble telescope;
+insurance; mangroves; juggling; the plague doctors; refrigerators; ravens; the Mississippi river;
+logic puzzles; vaccination campaigns; snow; the Ming dynasty; typewriters; lemons; quantum
+mechanics; hiking boots; the Trojan War; sea turtles; search engines; migraine; wedding customs;
+the Arctic; tractors; the cello; elections; mosquitoes; paper; the Apollo missions; operating
+systems; cacti; the Spanish Armada; dentistry; sailing; gold; the digestive system; folk songs;
+moths; the Eiffel Tower; statistics; mushrooms in the forest; postcards; the Zulu kingdom;
+cement; hibernation; the stock exchange; skateboarding; the Dead Sea; lasers; sheep; the
+Enlightenment; pensions; goldfish; masks; the liver; hydropower; crossword puzzles; foxes; the
+Library of Alexandria; plastic; night shifts; the Himalayas; radio; apples; relativity; fencing;
+the Persian Empire; octopuses; spreadsheets; anxiety; street art; the Antarctic; trams; the drum;
+immigration; termites; ink; space stations; olive oil; computer viruses; orchids; the Boston Tea
+Party; first aid; surfing; copper; the skin; lullabies; beetles; the Colosseum; geometry;
+truffles; libraries; the Samurai; sand; bird migration; interest rates; table tennis; the Nile;
+holograms; goats; the Reformation; charity; seahorses; carnival; kidneys; geothermal energy;
+board games; badgers; the Rosetta Stone; rubber; jet lag; the Andes; television; the barometer;
+the Hanseatic League; zebras
+"""
+
+TRAINING_TOPICS: Final = tuple(" ".join(_TOPICS.split()).split("; "))
 
 _TOPICS_AT_ONCE: Final = 50
 
@@ -237,7 +131,7 @@ def training_prompts(seed: int) -> list[str]:
 
     Example:
         >>> len(training_prompts(0))
-        2416
+        4816
     """
     order, prompts = random.Random(seed), []
     for start in range(0, len(TRAINING_TOPICS), _TOPICS_AT_ONCE):
