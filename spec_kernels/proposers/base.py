@@ -146,26 +146,30 @@ def root_draft(state: DecodingState, limits: Tensor) -> Draft:
     return Draft(tokens, present.to(torch.int32))
 
 
-def fit_draft(draft: Draft, limits: Tensor, most: int) -> Draft:
+def fit_draft(draft: Draft, limits: Tensor, host_limits: Sequence[int]) -> Draft:
     """Drop what lies deeper than its request's limit, and columns that nobody needs.
 
     Args:
-        draft: what a session proposed.
+        draft: what a session proposed, no node deeper than the largest limit.
         limits: `[batch] int32`, deepest draft; -1 = absent.
-        most: the largest limit, on the host.
+        host_limits: the same.
     """
-    num_nodes = torch.where(limits >= 0, draft.num_nodes.clamp(min=1), 0)
-    tokens, parents = draft.tokens, draft.parents
+    tokens, parents, most = draft.tokens, draft.parents, max(host_limits)
+    is_alike = min(host_limits) == most >= 0
+    num_nodes = draft.num_nodes.clamp(min=1)
+    if not is_alike:
+        num_nodes = num_nodes.masked_fill(limits < 0, 0)
     if parents is None:
         num_nodes = num_nodes.minimum(limits + 1)
         nodes = needed_width(num_nodes, min(tokens.shape[1], most + 1))
     else:
         nodes = needed_width(num_nodes, tokens.shape[1])
         parents = parents[:, :nodes]
-        is_deep = depths(parents, num_nodes) > limits[:, None]
-        tokens = torch.where(is_deep, PAD_TOKEN, tokens[:, :nodes])
+    tokens = tokens[:, :nodes]
+    if parents is not None and not is_alike:
+        tokens = tokens.masked_fill(depths(parents, num_nodes) > limits[:, None], PAD_TOKEN)
     row = None if draft.row is None else draft.row[:, :nodes]
-    return draft._replace(tokens=tokens[:, :nodes], num_nodes=num_nodes, parents=parents, row=row)
+    return draft._replace(tokens=tokens, num_nodes=num_nodes, parents=parents, row=row)
 
 
 def parents_of_tested(draft: Draft, vocab: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from spec_kernels._check import require
 from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
-from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
+from spec_kernels.proposers.levels import Grower, Growing, Shown
 from spec_kernels.targets import Cache, Target, can_read
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
 
@@ -152,12 +152,10 @@ class DraftModelSession:
 
     def _feed(self, shown: Shown) -> Tensor:
         """Feed the nodes of a level; return the logits behind some of them."""
-        tokens, start = shown.tokens, shown.start
-        count = num_nodes_of(tokens)
-        num_nodes = torch.where(shown.is_wanted & (count > start), count, 0)
-        self._fed = torch.maximum(self._fed, num_nodes)
+        tokens = shown.tokens
+        self._fed = torch.maximum(self._fed, shown.num_nodes)
         places = torch.tensor(shown.nodes, device=tokens.device).expand(len(tokens), -1)
-        return self._forward(tokens, num_nodes, places, shown.parents, start)
+        return self._forward(tokens, shown.num_nodes, places, shown.parents, shown.start)
 
     def _forward(
         self,

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from spec_kernels._check import require
 from spec_kernels.proposers.base import DecodingState, root_draft
 from spec_kernels.proposers.best_first import BestFirst
-from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
+from spec_kernels.proposers.levels import Grower, Growing, Shown
 from spec_kernels.targets import ExitTarget, Target
 from spec_kernels.types import Acceptance, Draft
 
@@ -88,7 +87,7 @@ class EarlyExitSession:
         if gamma == 0:
             return draft
         self._state = state
-        root = Shown(draft.tokens, None, 0, 0, [0], limits > 0)
+        root = Shown.make(draft.tokens, None, 0, 0, [0], limits)
         return self._grower.grow(state, draft.tokens, self._feed(root), limits, gamma, self._feed)
 
     def commit(self, state: DecodingState, result: Acceptance, hidden: Tensor | None) -> None:
@@ -99,13 +98,14 @@ class EarlyExitSession:
 
     def _feed(self, shown: Shown) -> Tensor:
         """Write the nodes of a level behind the context; return the logits behind some of them."""
-        tokens, start = shown.tokens, shown.start
         assert self._state is not None
         assert self._state.cache is not None
-        count = num_nodes_of(tokens)
-        num_nodes = torch.where(shown.is_wanted & (count > start), count, 0)
         output = self._model.forward(
-            tokens, num_nodes, self._state.cache, parents=shown.parents, start=start
+            shown.tokens,
+            shown.num_nodes,
+            self._state.cache,
+            parents=shown.parents,
+            start=shown.start,
         )
         row = output.row[:, shown.nodes].clamp(min=0).long()
         if not len(output.logits):

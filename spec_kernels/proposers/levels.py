@@ -18,12 +18,14 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spec_kernels._check import require
 from spec_kernels.ops import draft_coins, row_law, sample
 from spec_kernels.proposers.base import DecodingState
 from spec_kernels.proposers.best_first import BestFirst, Growth
 from spec_kernels.proposers.template import TreeTemplate
+from spec_kernels.targets.base import can_read
 from spec_kernels.tree import top_children
 from spec_kernels.types import (
     GREEDY_TEMPERATURE,
@@ -49,7 +51,8 @@ class Shown(NamedTuple):
         start: first node of the newest level.
         depth: of these nodes; the root has 0.
         nodes: those of them that are to have children.
-        is_wanted: `[batch] bool`, requests that want children at this depth.
+        num_nodes: `[batch] int32`, nodes so far of requests that want children at this depth; of
+            others 0.
     """
 
     tokens: Tensor
@@ -57,7 +60,21 @@ class Shown(NamedTuple):
     start: int
     depth: int
     nodes: list[int]
-    is_wanted: Tensor
+    num_nodes: Tensor
+
+    @staticmethod
+    def make(
+        tokens: Tensor,
+        parents: Tensor | None,
+        start: int,
+        depth: int,
+        nodes: list[int],
+        limits: Tensor,
+    ) -> Shown:
+        """Count the nodes; `limits [batch] int32`, deepest draft of each request."""
+        count = num_nodes_of(tokens)
+        count = count.masked_fill((limits <= depth) | (count <= start), 0)
+        return Shown(tokens, parents, start, depth, nodes, count)
 
 
 Feed = Callable[[Shown], Tensor]
@@ -148,8 +165,10 @@ class Grower:
         self._is_fixed = state.rule == "coupled" or self._kind == "fixed"
         self._wants_laws = self._kind != "fixed" or isinstance(growing.tree, BestFirst)
         self._ids = growing.draft_to_target
+        self._id_of: Tensor | None = None  # of each column; behind them that of PAD_TOKEN = -1
         if self._ids is not None:
             invert_id_map(self._ids, state.vocab_size)  # refuses ids that the target lacks
+            self._id_of = pad(self._ids, (0, 1), value=PAD_TOKEN)
         self.places: Tensor | None = None
 
     def grow(
@@ -197,12 +216,16 @@ class Grower:
             size = len(template.parents), max(template.num_children)
             coins = draft_coins(state.seeds, state.root_positions, *size)
         rows = torch.full_like(tokens, -1, dtype=torch.int32)
+        is_whole = can_read(limits) and int(limits.min()) >= depth
         levels: list[_Level] = []
         for depth_now in range(depth):
             nodes = template.inner(depth_now)
             inner = _inner(template, depth_now, tokens.device)
-            is_there = tokens.index_select(1, inner) != PAD_TOKEN
-            is_wanted = (limits[:, None] > depth_now) & is_there
+            if is_whole:  # what hangs on padding becomes padding all the same
+                is_wanted = _everyone(len(tokens), len(nodes), tokens.device)
+            else:
+                is_there = tokens.index_select(1, inner) != PAD_TOKEN
+                is_wanted = (limits[:, None] > depth_now) & is_there
             level = self._laws(state, logits, tokens, parents, nodes, is_wanted)
             counts = [template.num_children[node] for node in nodes]
             own = None if coins is None else coins.index_select(1, inner)
@@ -214,8 +237,8 @@ class Grower:
                 start, stop = template.levels[depth_now + 1]
                 known = None if parents is None else parents[:, :stop]
                 below = depth_now + 1
-                shown = Shown(tokens, known, start, below, template.inner(below), limits > below)
-                logits = feed(shown)
+                inner_below = template.inner(below)
+                logits = feed(Shown.make(tokens, known, start, below, inner_below, limits))
         return self._draft(tokens, parents, rows, levels)
 
     def _grow_best(
@@ -249,7 +272,7 @@ class Grower:
                 growth.expand()
                 nodes, below = list(range(*growth.level)), depth_now + 1
                 shown = (growth.tokens, growth.parents)
-                logits = feed(Shown(*shown, nodes[0], below, nodes, limits > below))
+                logits = feed(Shown.make(*shown, nodes[0], below, nodes, limits))
         draft, self.places = growth.finish()
         return draft
 
@@ -341,13 +364,13 @@ class Grower:
 
     def _best(self, level: _Level, k: int) -> Tensor:
         """Return the k likeliest columns of each row, `[rows, k]`; `PAD_TOKEN` in invalid ones."""
-        return torch.where(level.is_valid[:, None], top_children(level.logits, k), PAD_TOKEN)
+        return top_children(level.logits, k).masked_fill(~level.is_valid[:, None], PAD_TOKEN)
 
     def _to_target(self, state: DecodingState, columns: Tensor) -> Tensor:
         """Turn columns of the logits into ids of the target."""
-        if self._ids is None or state.rule == "coupled":
+        if self._id_of is None or state.rule == "coupled":
             return columns
-        return torch.where(columns >= 0, self._ids[columns.clamp(min=0)], columns)
+        return self._id_of[columns]
 
     def _draft(
         self, tokens: Tensor, parents: Tensor | None, rows: Tensor, levels: Sequence[_Level]
@@ -374,8 +397,8 @@ def _append(
     """Append the children of a level to tokens, and to the rows of laws if any were drawn; `row
     [batch, parents]` of their laws. What hangs on padding is padding."""
     above, parent, rank = _new_children(template, depth, tokens.device)
-    is_there = tokens[:, above] != PAD_TOKEN
-    children = torch.where(is_there, found.tokens[:, parent, rank], PAD_TOKEN)
+    children = found.tokens[:, parent, rank]
+    children = children.masked_fill(tokens[:, above] == PAD_TOKEN, PAD_TOKEN)
     if found.is_drawn is not None:
         drawn = torch.where(found.is_drawn[:, parent, rank], row[:, parent], -1)
         rows = torch.cat([rows, drawn.to(torch.int32)], 1)
@@ -408,10 +431,21 @@ def _new_children(
     return one, two, three
 
 
+@functools.lru_cache(maxsize=256)
+def _counts(most: int, device: torch.device) -> Tensor:
+    """Return 1 to `most`, `[most] int32`."""
+    return torch.arange(1, most + 1, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _everyone(batch: int, nodes: int, device: torch.device) -> Tensor:
+    """Return that all nodes want children, `[batch, nodes] bool`."""
+    return torch.ones(batch, nodes, dtype=torch.bool, device=device)
+
+
 def num_nodes_of(tokens: Tensor) -> Tensor:
     """Return the place behind the last token of each request, `[batch] int32`."""
-    place = torch.arange(1, tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
-    return torch.where(tokens != PAD_TOKEN, place, 0).amax(1)
+    return ((tokens != PAD_TOKEN) * _counts(tokens.shape[1], tokens.device)).amax(1)
 
 
 def _draft_params(params: SamplingParams, temperature: float | None) -> SamplingParams:

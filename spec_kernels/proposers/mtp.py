@@ -39,7 +39,7 @@ from spec_kernels.nn.mtp import SequentialMTP
 from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
 from spec_kernels.proposers.heads import fit_hidden
-from spec_kernels.proposers.levels import Grower, Growing, Shown, num_nodes_of
+from spec_kernels.proposers.levels import Grower, Growing, Shown
 from spec_kernels.proposers.template import TreeTemplate
 from spec_kernels.targets import Nodes, can_read, make_room
 from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
@@ -213,7 +213,7 @@ class MTPSession:
         is_present = limits >= 0
         self._text, self._ends = state.tokens, torch.where(is_present, state.lens.long(), 0)
         self._line_up_later()
-        alone = Shown(draft.tokens, None, 0, 0, [0], is_present)
+        alone = Shown(draft.tokens, None, 0, 0, [0], draft.num_nodes)
         if gamma > 0:
             limits = limits.minimum(state.root_positions.to(torch.int32))
             logits = self._feed(alone)
@@ -358,9 +358,7 @@ def _line_up(new: Tensor, count: Tensor, shown: Shown) -> _Line:
     if not drafts:
         return _Line(new, place - 1, count, is_tree=False)
     root = count[:, None] - 1
-    nodes = num_nodes_of(shown.tokens)
-    nodes = torch.where(shown.is_wanted, nodes, nodes.clamp(max=1))
-    length = torch.where(count > 0, count - 1 + nodes, 0)
+    length = torch.where(count > 0, root[:, 0] + shown.num_nodes.clamp(min=1), 0)
     node = (place - root).clamp(0, drafts)
     is_new = place <= root
     old = new.gather(1, place.clamp(max=new.shape[1] - 1))
