@@ -196,6 +196,24 @@ def test_order_of_programs_and_warps_does_not_matter(kind: str, name: str) -> No
     assert not torch.equal(storage(expected[0]), storage(case.tensors[0]))
 
 
+@pytest.mark.parametrize("block_size", [4, 0])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (0, 2, 4, 1, 3, 5), (5, 3, 4, 0, 1)])
+def test_tensors_of_one_storage_move_as_others_do(order: tuple[int, ...], block_size: int) -> None:
+    case = make_case(PATHS["tree"], block_size, forms=("nhd",), clears=True)
+    whole = noise(6, *case.tensors[0].shape, dtype=torch.bfloat16, seed=5)
+    heads_first = noise(6, *case.tensors[0].transpose(1, 2).shape, dtype=torch.bfloat16, seed=6)
+    found = []
+    for module in (reference, layer("eager").module):
+        one, two = copy_of(whole), copy_of(heads_first).transpose(2, 3)
+        odd = copy_of(case.tensors[0])  # between them, in a storage of its own
+        tensors = [*(one[n] for n in order), odd, *(two[n] for n in order)]
+        rest = (case.block_table, case.context_lens, case.path, case.accepted_lens)
+        module.compact_cache(CacheTensors.make(tensors), *rest, num_nodes=case.num_nodes)
+        found.append([one, two, odd])
+    assert_same(found[1], found[0])
+    assert not torch.equal(storage(found[0][0]), storage(whole))
+
+
 def test_moving_rows_is_what_the_formula_says() -> None:
     case = make_case([[0, 3, 4]], 4, forms=("nhd",), contexts=(6,))
     (before,), (after,) = case.tensors, compact("eager", case)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -157,15 +157,38 @@ def compact_cache(
         return
     contexts = context_lens.tolist()
     plans: dict[tuple[int, ...], _Plan] = {}
-    for tensor, group in zip(caches.tensors, caches.table[:, 9].tolist(), strict=True):
-        key = (tensor.shape[0], tensor.shape[1], group)
+    for stack, group in _stacks(caches):
+        blocks, block_size = stack.shape[1:3]
+        key = (blocks, block_size, group)
         if key not in plans:
             is_shared = block_table is None or block_table.dim() == 2
             table = block_table if block_table is None or is_shared else block_table[group]
-            find = _Finder(table, tensor.shape[0], tensor.shape[1], contexts)
+            find = _Finder(table, blocks, block_size, contexts)
             dead = None if counts is None else _dead(kept, counts, contexts, find.end)
             plans[key] = _plan(find, moves, dead)
-        _carry_out(plans[key], _as_integers(tensor))
+        _carry_out(plans[key], _as_integers(stack))
+
+
+def _stacks(caches: CacheTensors) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors, `[tensors, blocks, block_size, ...]` each, and the group of their block
+    table: neighbours of one layout that lie at one distance in one storage are one stack."""
+    tensors, layouts = caches.tensors, caches.table[:, 1:].tolist()
+    first = 0
+    while first < len(tensors):
+        one, step, end = tensors[first], 0, first + 1
+        storage, layout = one.untyped_storage().data_ptr(), (layouts[first], one.stride())
+        while end < len(tensors) and (layouts[end], tensors[end].stride()) == layout:
+            distance = caches.addresses[end] - caches.addresses[end - 1]
+            is_next = distance > 0 and distance == (step or distance)
+            if not is_next or tensors[end].untyped_storage().data_ptr() != storage:
+                break
+            step, end = distance, end + 1
+        item = one.element_size()
+        if step % item:  # where bytes lie between elements of another size
+            step, end = 0, first + 1
+        stack = one.as_strided((end - first, *one.shape), (step // item, *one.stride()))
+        yield stack, layouts[first][-1]
+        first = end
 
 
 def _kept_lens(path: Tensor, accepted_lens: Tensor) -> list[int]:
@@ -217,21 +240,22 @@ def _plan(
     return _Plan(found, torch.tensor([row for row in cleared if row >= 0], dtype=torch.int64))
 
 
-def _carry_out(plan: _Plan, rows: Tensor) -> None:
-    """Move and clear rows of `[blocks, block_size, ...]`; the sources of a group are read first."""
-    if rows.is_contiguous():  # whole rows are copied faster than by two indices
-        flat = rows.view(rows.shape[0] * rows.shape[1], -1)
+def _carry_out(plan: _Plan, stack: Tensor) -> None:
+    """Move and clear rows of `[tensors, blocks, block_size, ...]`; the sources of a group are read
+    first."""
+    block_size = stack.shape[2]
+    if stack[0].is_contiguous():  # whole rows are copied faster than by two indices
+        flat = stack.flatten(1, 2)
         for source, target in plan.moves:
-            flat.index_copy_(0, target, flat.index_select(0, source))
+            flat.index_copy_(1, target, flat.index_select(1, source))
         if plan.cleared is not None:
-            flat.index_fill_(0, plan.cleared, 0)
+            flat.index_fill_(1, plan.cleared, 0)
         return
-    block_size = rows.shape[1]
     for source, target in plan.moves:
-        moved = rows[source // block_size, source % block_size]
-        rows[target // block_size, target % block_size] = moved
+        moved = stack[:, source // block_size, source % block_size]
+        stack[:, target // block_size, target % block_size] = moved
     if plan.cleared is not None:
-        rows[plan.cleared // block_size, plan.cleared % block_size] = 0
+        stack[:, plan.cleared // block_size, plan.cleared % block_size] = 0
 
 
 def _is_kept(path: Tensor, accepted_lens: Tensor) -> Tensor:

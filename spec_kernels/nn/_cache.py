@@ -7,7 +7,9 @@ read once per step (`lens`). Without them blocks stay reserved until the next ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -19,6 +21,9 @@ from spec_kernels.types import CacheTensors
 
 QUANTISED: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 """Dtypes of caches that store a scale beside the rows."""
+
+_LINE: Final = 64
+"""Bytes that tensors in one storage are aligned to."""
 
 
 class KVShape(NamedTuple):
@@ -80,8 +85,9 @@ class KVCacheBase:
         # Lengths as last told, upper bounds of the present ones, and ends of what is reserved.
         self._known, self._lens, self._ends = [0] * batch, [0] * batch, [0] * batch
 
-        def rows(heads: int, dim: int) -> Tensor:
-            return torch.zeros(blocks, block_size, heads, dim, dtype=dtype, device=device)
+        def rows(shapes: list[tuple[int, int]]) -> list[Tensor]:
+            sizes = [(blocks, block_size, *shape) for shape in shapes]
+            return _side_by_side(sizes, dtype, device)
 
         def scales(heads: int) -> Tensor | None:
             if dtype not in QUANTISED:
@@ -90,8 +96,9 @@ class KVCacheBase:
                 return torch.ones(1, device=device)
             return torch.zeros(blocks, block_size, heads, device=device)
 
-        self.keys = [rows(s.kv_heads, s.key_dim) for s in shapes]
-        self.values = [rows(s.kv_heads, s.value_dim) if s.value_dim else None for s in shapes]
+        self.keys = rows([(s.kv_heads, s.key_dim) for s in shapes])
+        values = iter(rows([(s.kv_heads, s.value_dim) for s in shapes if s.value_dim]))
+        self.values = [next(values) if s.value_dim else None for s in shapes]
         self.key_scales = [scales(s.kv_heads) for s in shapes]
         self.value_scales = [scales(s.kv_heads) if s.value_dim else None for s in shapes]
         self._describe()
@@ -103,18 +110,21 @@ class KVCacheBase:
     def _pad(self, blocks: int, rows: int) -> None:
         """Replace all tensors by larger ones, by so many blocks and rows per block."""
 
-        def pad(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or tensor.dim() == 1:
-                return tensor
-            old, size = tensor.shape[0], tensor.shape[1]
-            larger = tensor.new_zeros(old + blocks, size + rows, *tensor.shape[2:])
-            larger[:old, :size] = tensor
-            return larger
+        def pad(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+            old = [x for x in tensors if x is not None and x.dim() > 1]
+            if not old:
+                return list(tensors)
+            sizes = [(x.shape[0] + blocks, x.shape[1] + rows, *x.shape[2:]) for x in old]
+            larger = _side_by_side(sizes, old[0].dtype, old[0].device)
+            for one, two in zip(old, larger, strict=True):
+                two[: one.shape[0], : one.shape[1]] = one
+            found = iter(larger)
+            return [next(found) if x is not None and x.dim() > 1 else x for x in tensors]
 
-        self.keys = [pad(x) for x in self.keys]  # type: ignore[misc]
-        self.values = [pad(x) for x in self.values]
-        self.key_scales = [pad(x) for x in self.key_scales]
-        self.value_scales = [pad(x) for x in self.value_scales]
+        self.keys = pad(self.keys)  # type: ignore[assignment]
+        self.values = pad(self.values)
+        self.key_scales = pad(self.key_scales)
+        self.value_scales = pad(self.value_scales)
         self._describe()
 
     # ------------------------------------------------------------------ host: room
@@ -364,3 +374,21 @@ class KVCacheBase:
         if scale is not None:
             rows = rows.float() * (scale if scale.dim() == 1 else scale[place][..., None])
         return torch.where((flat >= 0)[..., None, None], rows, 0.0)
+
+
+def _side_by_side(
+    sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
+) -> list[Tensor]:
+    """Return tensors of zeros; on a CPU in one storage, where rows of layers that are alike move in
+    one step. (A kernel reaches tensors by their addresses, wherever they are.)"""
+    if torch.device(device).type != "cpu":
+        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+    line = _LINE // dtype.itemsize
+    places = [0, *accumulate(-(-math.prod(size) // line) * line for size in sizes)]
+    storage = torch.zeros(places[-1], dtype=dtype).untyped_storage()
+    found = []
+    for place, size in zip(places, sizes, strict=False):
+        strides = torch.empty(size, device="meta").stride()
+        # no view: a view's version would change with every write to another layer
+        found.append(torch.empty(0, dtype=dtype).set_(storage, place, size, strides))
+    return found
