@@ -276,7 +276,7 @@ class Run:
         if self.session is None:
             return root_draft(self.state, most)
         draft = self.session.propose(self.state, most, max(limits))
-        return fit_draft(draft, most, limits)
+        return fit_draft(draft, most, max(limits))
 
     def _forward(self, draft: Draft) -> TargetOutput:
         """Run the target; ids that it does not have are the verifier's matter, not the model's."""

@@ -147,12 +147,23 @@ def test_training_goes_on_with_given_modules(model_folder: Path, tmp_path: Path)
     more = ("--start", start, "--skip-prompts", 6, "--learning-rate", 1e-9)
     result = from_self(model_folder, tmp_path / "two", "sequential", *more)
     assert result.exit_code == 0, result.output
+    (start / "model.safetensors").touch()  # the same bytes: the same training
+    again = from_self(model_folder, tmp_path / "two", "sequential", *more)
+    assert again.exit_code == 0, again.output
     one, two = weights(tmp_path / "one", "sequential"), weights(tmp_path / "two", "sequential")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     record = json.loads((tmp_path / "two/sequential/weights/record.json").read_text())
     assert record["start"] == start.as_posix()
     assert record["skip_prompts"] == 6
+    every = ("--draft-vocab", 0, "--prompts", 6)  # all ids, as many as there are
+    assert from_self(model_folder, tmp_path / "all", "parallel", *every).exit_code == 0
+    most = ("--start", tmp_path / "all/parallel/weights", "--draft-vocab", 8192)
+    rest = ("--skip-prompts", len(training.recipe.training_prompts(0)) - 3)
+    result = from_self(model_folder, tmp_path / "most", "parallel", *most, *rest)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "most/parallel/weights/record.json").read_text())
+    assert record["prompts"] == 3
 
 
 def test_answers_are_those_of_a_text_that_leaves_no_questions_out(
@@ -172,11 +183,14 @@ def test_answers_are_those_of_a_text_that_leaves_no_questions_out(
 
 def test_modules_to_go_on_with_must_be_those_asked_for(model_folder: Path, tmp_path: Path) -> None:
     assert from_self(model_folder, tmp_path, "parallel").exit_code == 0
-    start, out = tmp_path / "parallel/weights", tmp_path / "out"
+    start, out, broken = tmp_path / "parallel/weights", tmp_path / "out", tmp_path / "broken"
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"none")
     for arguments, message in (
         (("--start", start, "--depth", 2), "depth 3, not 2"),
         (("--start", start, "--draft-vocab", 8), "draft_vocab 9, not 8"),
-        (("--start", tmp_path), "cannot read MTP modules"),
+        (("--start", tmp_path), "has no model.safetensors"),
+        (("--start", broken), "broken: cannot read MTP modules"),
         (("--skip-prompts", 10**6), "0 questions"),
     ):
         assert message in refused(from_self(model_folder, out, "parallel", *arguments))

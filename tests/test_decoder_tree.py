@@ -95,6 +95,26 @@ def test_coupled_output_is_that_of_plain_decoding() -> None:
         assert tokens_of(outputs) == expected
 
 
+class TooDeep(FixedProposer):
+    """The right drafts, deeper than anybody asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda row, committed, count: [])
+
+    def propose(self, state: DecodingState, limits: Tensor, gamma: int) -> Draft:
+        tokens = torch.cat([(state.roots + n) % 10 for n in (0, 1, 2, 3, 0)], 1)
+        parents = torch.tensor([[-1, 0, 1, 2, 0]], dtype=torch.int32).expand(len(limits), -1)
+        return Draft(tokens, torch.where(limits >= 0, 5, 0).int(), parents)
+
+
+@pytest.mark.parametrize("budgets", [(2, 2), (2, 3), (7, 1)])
+def test_drafts_that_are_too_deep_exceed_no_budget(budgets: tuple[int, ...]) -> None:
+    requests = [Request([0, 1], max_new_tokens=budget) for budget in budgets]
+    outputs = Decoder(TableTarget(SUCCESSOR), TooDeep(), gamma=3).generate(requests)
+    for output, budget in zip(outputs, budgets, strict=True):
+        assert output.tokens == tuple(n % 10 for n in range(2, 2 + budget))
+
+
 @pytest.mark.parametrize("part", ["spec_kernels.targets.attention", "spec_kernels.nn.verifier"])
 def test_flattened_indices_as_positions_are_caught(
     part: str, monkeypatch: pytest.MonkeyPatch

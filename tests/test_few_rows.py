@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_kernels.targets import few_rows, speed_up_linear_
 from spec_kernels.targets.few_rows import FewRowsLinear
@@ -162,6 +163,19 @@ def test_calls_with_gradients_and_other_layers_stay_as_they_were() -> None:
         layers["fast"](torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="dtype"):
         layers["fast"](torch.ones(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_calls_that_are_traced_or_cast_are_those_of_torch() -> None:
+    layer, x = nn.Linear(16, 4), torch.randn(2, 16)
+    speed_up_linear_(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    traced = torch.jit.trace(layer, x)
+    other = torch.randn(2, 16)
+    assert torch.allclose(traced(other), layer(other), atol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == (2, 4)
 
 
 def test_a_layer_may_be_converted_copied_and_saved(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ on where they stopped.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,13 +150,25 @@ def _corpora_of_self(
     return corpus("training", texts, 0.7, prompts.start), held_out
 
 
+def _describe_start(folder: Path) -> dict[str, str]:
+    """Name the modules that training goes on with, by their folder and by their bytes."""
+    file = folder / "model.safetensors"
+    require(file.is_file(), f"--start {folder} has no {file.name}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"start": folder.as_posix(), "start_sha256": digest}
+
+
 def _load_module(source: Loaded, settings: dict[str, Any]) -> MTP:
     """Return the modules that training goes on with; refuse others than those asked for."""
     folder, matrices = settings["start"], matrices_of(source.model)
-    module = load_mtp(folder, *matrices, dtype=torch.float32)
+    try:
+        module = load_mtp(folder, *matrices, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(f"--start {folder}: {str(error).splitlines()[0]}") from error
     found = {name: getattr(module.config, name) for name in ("kind", "depth", "is_shared")}
     found["draft_vocab"] = module.draft_vocab
-    asked = settings | {"draft_vocab": settings["draft_vocab"] or len(matrices[1])}
+    vocab = len(matrices[1])
+    asked = settings | {"draft_vocab": min(settings["draft_vocab"] or vocab, vocab)}
     if found["kind"] == "parallel":
         del found["is_shared"]
     names = [name for name, value in found.items() if value != asked[name]]
@@ -280,11 +293,11 @@ def train_mtp(
         bool, typer.Option("--shared/--own", help="sequential: one module for all depths.")
     ] = True,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Ids to draft from; 0 = all.")] = 8192,
-    prompts: Annotated[int, typer.Option(min=2, help="Questions that the model answers.")] = 816,
+    prompts: Annotated[int, typer.Option(min=2, help="Questions of self that are answered.")] = 816,
     skip_prompts: Annotated[
-        int, typer.Option(min=0, help="Questions to leave out before them.")
+        int, typer.Option(min=0, help="Questions of self left out before them.")
     ] = 0,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 144,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of such an answer.")] = 144,
     steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 760,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, falling to 0.")] = 1.5e-3,
@@ -318,10 +331,12 @@ def train_mtp(
         )
         texts = [] if sources == ["self"] else _read_texts([Path(name) for name in sources])
         written: dict[str, Any] = {}
-        if not texts:
+        if texts:
+            require(skip_prompts == 0, "--skip-prompts is for --data self")
+        else:
             most = len(recipe.training_prompts(seed)) - skip_prompts
             require(most >= 2, f"--skip-prompts leaves {max(most, 0)} questions, 2 are needed")
-            written = {"prompts": prompts, "new_tokens": new_tokens}
+            written = {"prompts": min(prompts, most), "new_tokens": new_tokens}
             written |= {"skip_prompts": skip_prompts} if skip_prompts else {}
         text_settings = {"model": model, "data": sources, "seed": seed, **written}
         settings = {
@@ -336,7 +351,7 @@ def train_mtp(
             "loss": loss,
             "first_depth_until": training.first_depth_until,
             "others": others,
-            **({} if start is None else {"start": start.as_posix()}),
+            **({} if start is None else _describe_start(start)),
         }
         if threads is not None:
             torch.set_num_threads(threads)

@@ -146,28 +146,25 @@ def root_draft(state: DecodingState, limits: Tensor) -> Draft:
     return Draft(tokens, present.to(torch.int32))
 
 
-def fit_draft(draft: Draft, limits: Tensor, host_limits: Sequence[int]) -> Draft:
+def fit_draft(draft: Draft, limits: Tensor, most: int) -> Draft:
     """Drop what lies deeper than its request's limit, and columns that nobody needs.
 
     Args:
-        draft: what a session proposed, no node deeper than the largest limit.
+        draft: what a session proposed.
         limits: `[batch] int32`, deepest draft; -1 = absent.
-        host_limits: the same.
+        most: the largest limit, on the host.
     """
-    tokens, parents, most = draft.tokens, draft.parents, max(host_limits)
-    is_alike = min(host_limits) == most >= 0
-    num_nodes = draft.num_nodes.clamp(min=1)
-    if not is_alike:
-        num_nodes = num_nodes.masked_fill(limits < 0, 0)
+    num_nodes = draft.num_nodes.clamp(min=1).masked_fill(limits < 0, 0)
+    tokens, parents = draft.tokens, draft.parents
     if parents is None:
         num_nodes = num_nodes.minimum(limits + 1)
         nodes = needed_width(num_nodes, min(tokens.shape[1], most + 1))
+        tokens = tokens[:, :nodes]
     else:
         nodes = needed_width(num_nodes, tokens.shape[1])
         parents = parents[:, :nodes]
-    tokens = tokens[:, :nodes]
-    if parents is not None and not is_alike:
-        tokens = tokens.masked_fill(depths(parents, num_nodes) > limits[:, None], PAD_TOKEN)
+        is_deep = depths(parents, num_nodes) > limits[:, None]
+        tokens = tokens[:, :nodes].masked_fill(is_deep, PAD_TOKEN)
     row = None if draft.row is None else draft.row[:, :nodes]
     return draft._replace(tokens=tokens, num_nodes=num_nodes, parents=parents, row=row)
 

@@ -31,8 +31,8 @@ class FewRowsLinear(nn.Linear):
     """A linear layer that is fast for few rows; what `speed_up_linear_` turns layers into.
 
     Up to `MAX_ROWS` rows (requests x nodes) run the native loop. More run torch's product in
-    float32, block by block. Calls that record gradients, and tensors of other dtypes or devices,
-    run `nn.Linear`.
+    float32, block by block. Calls that record gradients, that are traced or cast, and tensors of
+    other dtypes, devices or classes run `nn.Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Linear gave it
@@ -115,7 +115,10 @@ def _has_loop(weight: Tensor) -> bool:
 def _suits(x: Tensor, weight: Tensor) -> bool:
     """Tell that a loop computes what is asked for."""
     return (
-        not torch.is_grad_enabled()
+        type(x) is Tensor  # no tensor that only stands for one
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and torch._C._get_tracing_state() is None
         and _has_loop(weight)
         and x.dtype is weight.dtype
         and x.device == weight.device
