@@ -222,7 +222,7 @@ class Grower:
             nodes = template.inner(depth_now)
             inner = _inner(template, depth_now, tokens.device)
             if is_whole:  # what hangs on padding becomes padding all the same
-                is_wanted = _everyone(len(tokens), len(nodes), tokens.device)
+                is_wanted = torch.ones_like(inner.expand(len(tokens), -1), dtype=torch.bool)
             else:
                 is_there = tokens.index_select(1, inner) != PAD_TOKEN
                 is_wanted = (limits[:, None] > depth_now) & is_there
@@ -435,12 +435,6 @@ def _new_children(
 def _counts(most: int, device: torch.device) -> Tensor:
     """Return 1 to `most`, `[most] int32`."""
     return torch.arange(1, most + 1, dtype=torch.int32, device=device)
-
-
-@functools.lru_cache(maxsize=256)
-def _everyone(batch: int, nodes: int, device: torch.device) -> Tensor:
-    """Return that all nodes want children, `[batch, nodes] bool`."""
-    return torch.ones(batch, nodes, dtype=torch.bool, device=device)
 
 
 def num_nodes_of(tokens: Tensor) -> Tensor:

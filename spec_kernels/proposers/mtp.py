@@ -36,13 +36,14 @@ from torch import Tensor
 from spec_kernels._check import require
 from spec_kernels.nn import ContiguousKVCache, KVShape
 from spec_kernels.nn.mtp import SequentialMTP
+from spec_kernels.proposers._line import Fed, line_up, missing
 from spec_kernels.proposers.base import DecodingState, needed_width, root_draft
 from spec_kernels.proposers.best_first import BestFirst
 from spec_kernels.proposers.heads import fit_hidden
 from spec_kernels.proposers.levels import Grower, Growing, Shown
 from spec_kernels.proposers.template import TreeTemplate
-from spec_kernels.targets import Nodes, can_read, make_room
-from spec_kernels.types import PAD_TOKEN, Acceptance, Draft
+from spec_kernels.targets import Nodes, make_room
+from spec_kernels.types import Acceptance, Draft
 
 MOST_WAITING: Final = 64
 """States that wait for a module before it catches up unasked."""
@@ -114,40 +115,6 @@ class _Memory(NamedTuple):
     later: tuple[Tensor, ...] = ()
 
 
-class _Line(NamedTuple):
-    """What a module takes in: the new tokens of each request, and behind them its drafts.
-
-    Attributes:
-        tokens: `[batch, width] int64`; the root is the last new token, drafts hang on it.
-        parents: `[batch, width] int64`, -1 for the first.
-        length: `[batch] int64`.
-        is_tree: whether any of them has siblings.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    length: Tensor
-    is_tree: bool
-
-
-class _Fed(NamedTuple):
-    """What a module has taken in in this round.
-
-    Attributes:
-        start: `[batch] int64`, position of its first new token.
-        num_new: `[batch] int64`, new tokens, the root the last of them.
-        most: of them, a bound on the host.
-        new: `[batch, width] int64`, the new tokens.
-        states: `[batch, width of its line, size]`, what it gave at each place.
-    """
-
-    start: Tensor
-    num_new: Tensor
-    most: int
-    new: Tensor
-    states: Tensor
-
-
 class MTPSession:
     """The modules at work on one batch.
 
@@ -175,7 +142,7 @@ class MTPSession:
         self._memory = _Memory([start] * self._depth, [empty] * self._depth)
         self._before = (self._memory, [cache.context_lens for cache in self.caches])
         self._text, self._ends = state.tokens, start  # committed tokens of present requests
-        self._fed: list[_Fed] = []  # by module, in this round
+        self._fed: list[Fed] = []  # by module, in this round
 
     @torch.no_grad()
     def prefill(
@@ -233,20 +200,22 @@ class MTPSession:
         is_present = result.path[:, 0] >= 0
         ends = torch.where(is_present, state.lens.long(), starts[0])
         for depth, fed in enumerate(self._fed, 1):
-            cache, kept = self.caches[depth - 1], fed.num_new - _missing(depth, fed.start)
+            cache, line = self.caches[depth - 1], fed.line
             cache.holds_tree = False  # what is kept lies in front
-            if can_read(kept):
-                cache.advance([max(count, 0) for count in kept.tolist()])
+            if line.counts is not None:
+                pairs = zip(line.counts, fed.start.tolist(), strict=True)
+                cache.advance([max(count - max(depth - start, 0), 0) for count, start in pairs])
             else:
+                kept = line.num_new - missing(depth, fed.start)
                 cache.keep(torch.where(kept > 0, 0, -1)[:, None], (kept - 1).clamp(min=0))
             starts[depth - 1] = ends
         waiting[0] = _pick(fit_hidden(hidden, waiting[0]), result.path.clamp(min=0).long())
         for depth, fed in enumerate(self._fed[: self._depth - 1], 2):
             if depth <= len(self._fed):
-                waiting[depth - 1] = _pick(fed.states, (fed.num_new[:, None] - 1).clamp(min=0))
+                waiting[depth - 1] = _pick(fed.states, _behind(fed, [0]))
             else:
                 have = fed.start - starts[depth - 1] + 1
-                waiting[depth - 1] = _join(waiting[depth - 1], have, fed.states, fed.num_new)
+                waiting[depth - 1] = _join(waiting[depth - 1], have, fed.states, fed.line.num_new)
         self._memory = _Memory(starts, waiting)
 
     def rollback(self, state: DecodingState) -> None:
@@ -270,44 +239,22 @@ class MTPSession:
         """Feed the next module, and return its logits behind the nodes wanted."""
         self._take_in(shown)
         fed = self._fed[-1]
-        place = fed.num_new[:, None] - 1 + torch.tensor(shown.nodes, device=fed.num_new.device)
-        states = _pick(fed.states, place.clamp(0, fed.states.shape[1] - 1))
-        return self._mtp.logits(states, len(self._fed))
+        return self._mtp.logits(_pick(fed.states, _behind(fed, shown.nodes)), len(self._fed))
 
     def _take_in(self, shown: Shown) -> None:
         """Let the next module take in its new tokens and the drafts so far; note its states."""
         depth = len(self._fed) + 1
         start, waiting = self._memory.starts[depth - 1], self._memory.waiting[depth - 1]
         above = self._fed[-1] if self._fed else None
-        if above is not None and above.start is start:
-            count, most, new = above.num_new, above.most, above.new
-        else:
-            count = (self._ends - start).clamp(min=0)
-            most = waiting.shape[1] + (0 if above is None else above.most - 1)
-            new = self._new_tokens(start, count, most)
-        line = _line_up(new, count, shown)
-        width = line.tokens.shape[1]
-        tokens, parents, num_nodes = line.tokens, line.parents, line.length
-        taken = place = torch.arange(width, device=start.device).expand(len(start), -1)
-        skip = None
-        if not can_read(start) or int(start.min()) < depth:  # only at the beginning of a text
-            skip = _missing(depth, start)[:, None]
-            taken = (place + skip).clamp(max=width - 1)
-            tokens, parents = tokens.gather(1, taken), parents.gather(1, taken)
-            num_nodes = (num_nodes - skip[:, 0]).clamp(min=0)
-        inputs = _pick(waiting, taken.clamp(max=waiting.shape[1] - 1))
-        if above is not None:
-            known = parents if above.start is start else parents - (above.start - start)[:, None]
-            found = _pick(above.states, known.clamp(0, above.states.shape[1] - 1))
-            inputs = torch.where((known >= 0)[..., None], found, inputs)
-        hung = None
-        if line.is_tree:
-            hung = parents if skip is None else (parents - skip).clamp(min=-1)
-            hung = hung.to(torch.int32)
-        states = self._compute(depth, inputs, tokens, num_nodes.to(torch.int32), hung)
-        if skip is not None:  # from the places computed to those of the line
-            states = _pick(states, (place - skip).clamp(min=0))
-        self._fed.append(_Fed(start, count, most, new, states))
+        most = waiting.shape[1] + (0 if above is None else above.most - 1)
+        given = waiting if above is None else torch.cat([waiting, above.states], 1)
+        size = waiting.shape[1]
+        line = line_up(depth, self._text, start, self._ends, shown, size, above, most)
+        inputs = _pick(given, line.source)
+        states = self._compute(depth, inputs, line.tokens, line.num_nodes, line.parents)
+        if line.place is not None:
+            states = _pick(states, line.place.clamp(max=states.shape[1] - 1))
+        self._fed.append(Fed(start, line, most, states))
 
     def _compute(
         self, depth: int, inputs: Tensor, tokens: Tensor, num_nodes: Tensor, parents: Tensor | None
@@ -330,12 +277,6 @@ class MTPSession:
             out = self._run(*given)
         return new.spread(out)
 
-    def _new_tokens(self, start: Tensor, count: Tensor, most: int) -> Tensor:
-        """Return the committed tokens that a module has not seen, `[batch, width]`."""
-        offset = torch.arange(max(needed_width(count, most), 1), device=count.device)
-        columns = (start[:, None] + offset).clamp(max=self._text.shape[1] - 1)
-        return torch.where(offset < count[:, None], self._text.gather(1, columns), PAD_TOKEN)
-
     def _run(self, depth: int, hidden: Tensor, tokens: Tensor, new: Nodes) -> Tensor:
         """Return the states of one module at new nodes, `[tokens, size]`."""
 
@@ -346,28 +287,15 @@ class MTPSession:
         return self._mtp.state(hidden[None], ids, new.positions[None], attend, depth)[0]
 
 
-def _missing(depth: int, start: Tensor) -> Tensor:
-    """Return how many of its new tokens a module has no entry for: a text's first `depth`."""
-    return (depth - start).clamp(min=0)
-
-
-def _line_up(new: Tensor, count: Tensor, shown: Shown) -> _Line:
-    """Put the drafts behind the new tokens of each request."""
-    drafts = shown.tokens.shape[1] - 1 if shown.depth else 0
-    place = torch.arange(new.shape[1] + drafts, device=new.device).expand(len(new), -1)
-    if not drafts:
-        return _Line(new, place - 1, count, is_tree=False)
-    root = count[:, None] - 1
-    length = torch.where(count > 0, root[:, 0] + shown.num_nodes.clamp(min=1), 0)
-    node = (place - root).clamp(0, drafts)
-    is_new = place <= root
-    old = new.gather(1, place.clamp(max=new.shape[1] - 1))
-    tokens = torch.where(is_new, old, shown.tokens.gather(1, node))
-    above = place - 1
-    if shown.parents is not None:
-        hung = root + shown.parents.long().gather(1, node)
-        above = torch.where(is_new, above, hung)
-    return _Line(tokens, above, length, is_tree=shown.parents is not None)
+def _behind(fed: Fed, nodes: Sequence[int]) -> Tensor:
+    """Return the places of nodes of the draft, the root 0, among the states of a module, `[batch,
+    nodes] int64`; any place where there is no root."""
+    line, last = fed.line, fed.states.shape[1] - 1
+    if line.counts is not None:
+        places = ([min(max(n - 1 + node, 0), last) for node in nodes] for n in line.counts)
+        return torch.tensor(list(places))
+    root = line.num_new[:, None] - 1
+    return (root + torch.tensor(nodes, device=root.device)).clamp(0, last)
 
 
 def _join(first: Tensor, have: Tensor, then: Tensor, more: Tensor) -> Tensor:

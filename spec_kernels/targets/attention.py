@@ -209,7 +209,6 @@ class Nodes:
             nothing, on a CPU, only when it shows that there are any: see `is_spoiled`.
 
     Attributes:
-        row: `[batch, nodes] int32`, number of each new node among those computed; -1 elsewhere.
         positions: `[tokens] int64` of the new nodes, 0 for padding.
     """
 
@@ -234,20 +233,26 @@ class Nodes:
         depth = node if parents is None else depths(parents, num_nodes)[:, start:].clamp(min=0)
         position = cache.context_lens[:, None].long() + depth
         if counts is None:
-            self.row = padded_rows(num_nodes, cache.batch, nodes, start)
             position = torch.where(node < num_nodes[:, None], position, 0)
-        else:
-            row = torch.arange(node.numel(), dtype=torch.int32, device=device)
-            if self._picked is not None:
-                number = row[: len(self._picked)]
-                row = torch.full_like(row, -1).index_copy_(0, self._picked, number)
-            row = row.view(node.shape)
-            self.row = pad(row, (start, 0), value=-1) if start else row
         self.positions = self.pick(position)
         self._alone = _Alone.find(cache, counts, start, parents)
         self._places: Tensor | None = None
         self._counts = counts
         self._sees: Tensor | None = None
+
+    @functools.cached_property
+    def row(self) -> Tensor:
+        """`[batch, nodes] int32`, number of each new node among those computed; -1 elsewhere."""
+        batch, start, device = self._cache.batch, self._start, self._num_nodes.device
+        if self._counts is None:
+            return padded_rows(self._num_nodes, batch, self._nodes, start)
+        places = batch * (self._nodes - start)
+        row = torch.arange(places, dtype=torch.int32, device=device)
+        if self._picked is not None:
+            number = row[: len(self._picked)]
+            row = torch.full_like(row, -1).index_copy_(0, self._picked, number)
+        row = row.view(batch, -1)
+        return pad(row, (start, 0), value=-1) if start else row
 
     def pick(self, grid: Tensor) -> Tensor:
         """Return the entries of the new nodes, `[tokens, ...]`, from a grid `[batch, nodes - start,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spec_kernels._check import FLOATS, IDS, check, require
@@ -41,17 +42,18 @@ def top_children(logits: Tensor, k: int) -> Tensor:
     """
     check("logits", logits, ["rows", "vocab"], _SCORES)
     require(k >= 1, f"k must be at least 1, got {k}")
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     values = logits.nan_to_num(-math.inf, math.inf, -math.inf)
-    ids, count = [], min(k, vocab)
+    found, count = [], min(k, vocab)
     for place in range(count):
-        largest, best = values.max(1, keepdim=True)  # the first of the largest
-        ids.append(torch.where(largest > -math.inf, best, PAD_TOKEN))
+        found.append(values.max(1, keepdim=True))  # the first of the largest
         if place + 1 < count:
-            values = values.scatter(1, best, -math.inf)
-    if count < k:
-        ids.append(logits.new_full((rows, k - count), PAD_TOKEN, dtype=torch.int64))
-    return ids[0] if len(ids) == 1 else torch.cat(ids, 1)
+            values = values.scatter(1, found[-1].indices, -math.inf)
+    largest, ids = (
+        torch.cat(parts, 1) if count > 1 else parts[0] for parts in zip(*found, strict=True)
+    )
+    ids = ids.masked_fill(largest == -math.inf, PAD_TOKEN)
+    return F.pad(ids, (0, k - count), value=PAD_TOKEN) if count < k else ids
 
 
 def path_scores(parents: Tensor, scores: Tensor, max_depth: int) -> Tensor:
@@ -147,7 +149,7 @@ def keep_best(
     is_kept = (is_kept | is_root) & (draft.num_nodes > 0)[:, None]
 
     kept = torch.where(is_kept, node, size).sort(dim=1).values[:, :width]
-    kept = torch.nn.functional.pad(kept, (0, width - kept.shape[1]), value=size)
+    kept = F.pad(kept, (0, width - kept.shape[1]), value=size)
     is_there = kept < size
     kept = torch.where(is_there, kept, 0)
     new_index = is_kept.cumsum(1) - 1
